@@ -22,14 +22,10 @@ class Budgets:
     """One model, and the memory that it uses.
 
     Args:
-        root: The model.
-        options: The user's choices.
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.
 
     Attributes:
-        blocks: Its blocks.
-        bindings: The optimizers.
         executor: Runs its steps, once the session has started.
         steps: Keeps the steps of a fit.
         rules: How the training loop uses gradients.

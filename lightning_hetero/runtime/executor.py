@@ -48,9 +48,6 @@ class Executor:
     """The runtime of one model, on any device.
 
     Attributes:
-        context: The run, under the plan in force.
-        batch: The batch under way.
-        residency: Where weights are.
         speculation: Updates that run before the verdict.
         watcher: Is told of anchors, too.
     """

@@ -54,7 +54,6 @@ class Initializer:
     """Sets the parameters and buffers of one model that are on the meta device.
 
     Args:
-        root: The model.
         content: Weights in files; they have precedence.
     """
 

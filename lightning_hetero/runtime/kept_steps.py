@@ -68,14 +68,8 @@ class KeptSteps:
     """The kept steps of one fit, or of an evaluation, which keeps none.
 
     Args:
-        blocks: The model's blocks.
-        bindings: The optimizers.
-        options: The user's choices.
         wanted: Steps are to be kept, if possible.
         obstacle: Why the session cannot keep steps; empty if it can.
-
-    Attributes:
-        kept: Whether steps are kept.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class ModelSetup:
     """Cuts a model into blocks, and brings their weights to the tiers of the first plan.
 
     Args:
-        root: The model.
         block_cls: Classes of the blocks; see ``HeteroOffloadStrategy``.
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.

@@ -70,11 +70,6 @@ class Placer:
     """Resolves plans for one model, with one set of optimizers and rules. Changes nothing.
 
     Args:
-        name: The model's name.
-        blocks: Its blocks, bound to memory.
-        options: The user's choices.
-        bindings: The optimizers.
-        rules: How gradients are used.
         profile: A profiled batch's results; ``None``: activations are unknown and not counted.
         kept_every: One of so many steps is kept on disk; 0: none is.
     """

@@ -31,8 +31,6 @@ class Step:
 
     Args:
         schedule: The schedule. The verdict may change to another one that is the same until then.
-        handlers: Gives ops to their lanes.
-        lanes: The lanes.
         recorder: Is told the ops that compute waits for.
         before: The latest op of each kind and block, of earlier steps.
         serial: Compute waits for each op to end.

@@ -102,7 +102,6 @@ class Autoplan:
 
     Attributes:
         stage: What the next batch is for.
-        plan: The last plan made.
         model: The model's profile, once there is one.
         machine: The machine's profile that the plan was made with.
         profiler: Profiles the current batch, if that batch is profiled.

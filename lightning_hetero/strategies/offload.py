@@ -63,7 +63,6 @@ class OffloadRun:
 
     Args:
         strategy: Lightning's strategy, whose methods call those of this object.
-        choices: How this process trains.
         peers: The other ranks of a group.
 
     Attributes:
@@ -72,7 +71,6 @@ class OffloadRun:
         session: The runtime session, from ``setup`` on. A model that is too large for memory keeps
             it after ``teardown``.
         training: The steps of the current fit.
-        checkpoints: Saves and loads.
         built: The model that was made in :meth:`building`, until it is placed.
     """
 

@@ -69,7 +69,6 @@ class PrecisionHooks:
     """Replaces methods of a precision plugin and its loss scaler until :meth:`close`.
 
     Args:
-        plugin: The precision plugin.
         backward: Replaces the plugin's ``backward``, as in :func:`around`.
         optimizer_step: Replaces the plugin's ``optimizer_step``.
         speculates: The executor, if it clips and unscales gradients instead of the plugin.

@@ -94,10 +94,6 @@ class StepRetry:
     """Repeats steps on a device that is too small for them; see [Note: Clean state].
 
     Args:
-        session: The session.
-        executor: Its executor.
-        strategy: Lightning's strategy.
-        module: The LightningModule.
         on_demotion: Called with each error before the plan changes. Returns a function that
             predicts a lesser plan.
     """

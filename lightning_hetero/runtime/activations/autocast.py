@@ -51,7 +51,6 @@ class WeightCasts:
     leave.
 
     Args:
-        device_type: As the attribute.
         weights: Says which weight a tensor lies in, for an owner that calls :meth:`reference` in
             hooks on all saved tensors. ``None``: the weights are in host memory, and there are no
             such hooks.
@@ -164,17 +163,7 @@ class BlockCasts:
 
 
 class Cast:
-    """One cast of a weight, or of a view of one. Autograd's saved tensors hold it.
-
-    Args:
-        casts: The model's casts.
-        source: The weight.
-        tensor: The cast.
-
-    Attributes:
-        source: The weight.
-        stays: It keeps its memory.
-    """
+    """One cast of a weight, or of a view of one. Autograd's saved tensors hold it."""
 
     __slots__ = ("__weakref__", "_casts", "_held", "_layout", "_num_bytes", "_storage", "source", "stays")
 
@@ -238,7 +227,6 @@ class _Watch(OperatorMode):
     """Active during a block's forward: sees casts of its weights, and operators that use them.
 
     Args:
-        casts: The model's casts.
         weights: Says which weight a tensor lies in.
         saves: Replaces casts that operators have saved, unless hooks of the user handle saved
             tensors.

@@ -164,9 +164,7 @@ class BlockActivations:
     """The activations of one block. Module hooks call :meth:`enter` and :meth:`leave`.
 
     Args:
-        model: The activations of all blocks.
         name: The block's name, for errors.
-        module: The block.
         rules: Its row of the resolved plan.
         index: Its place among the blocks, as ops name it.
         weights_move: The memory of its weights may be reused before backward. If not, a block that
@@ -177,7 +175,6 @@ class BlockActivations:
         unmet: The operators among them of which no forward has saved anything yet.
         recomputes: Some of its saved tensors are dropped.
         names: Names its operators in this batch.
-        buffers: The module's buffers.
     """
 
     def __init__(
@@ -287,12 +284,7 @@ class _Forward:
 
 
 class Use:
-    """One forward of a block, and what it has saved. The tensors that it saved hold it.
-
-    Args:
-        model: The activations of all blocks.
-        block: Those of this block.
-    """
+    """One forward of a block, and what it has saved. The tensors that it saved hold it."""
 
     def __init__(self, model: Activations, block: BlockActivations) -> None:
         self._model, self._block = model, block

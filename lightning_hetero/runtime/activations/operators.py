@@ -95,10 +95,7 @@ class Watch(OperatorMode):
     """Active during a block's forward: names the operators and notes what they make.
 
     Args:
-        names: Names the block's operators.
-        addresses: Where the block's parameters are.
         policy: What becomes of the tensors that an operator saves, by its name.
-        device: The device of activations.
         device_type: The type that tensors on that device report.
         inside: Whether the block itself runs, not a block in it.
         record: Where operators that may be spared are noted; ``None``: nothing is recomputed.

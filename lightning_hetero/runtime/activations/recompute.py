@@ -53,17 +53,10 @@ class Rerun:
     """What one forward needs to be run again; see [Note: Recomputation].
 
     Args:
-        name: The block's name, for errors.
-        module: The block.
-        args: Positional arguments of the forward.
-        kwargs: Keyword arguments of the forward.
         save: Saves a tensor among the arguments as the plan says.
-        buffers: The block's buffers.
-        device: The device.
         allocated: Called with the storage of each recomputed tensor (:meth:`Lanes.allocated`).
 
     Attributes:
-        record: The forward's operators.
         dropped: The tensors that the forward has dropped, by their numbers.
     """
 
@@ -189,10 +182,6 @@ class Buffers:
     forward counts once. The first forward shows by version counters which buffers change in place.
     From then on only those are copied, and the running statistics of normalization, whose version
     counters do not count.
-
-    Args:
-        name: The block's name, for errors.
-        module: The block.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:

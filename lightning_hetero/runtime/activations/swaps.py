@@ -40,7 +40,6 @@ class Swapper:
     """What all swaps of a model share.
 
     Args:
-        lanes: The lanes that move bytes.
         files: Files for swaps to the disk; ``None`` if there are none.
         poison: Fill memory with NaN when it is given up and before bytes arrive in it (tests).
         made: Called with the storage of device memory for the way back.
@@ -130,9 +129,7 @@ class Swap:
     The saved storages hold it, and so do transfers that are under way. Compute's thread calls it.
 
     Args:
-        swapper: What all swaps share.
         block: The block's index.
-        storages: The storages that leave.
         op: SWAP_OUT on ``d2h``: copies the storages to host memory.
         after: Events that the copy waits for.
     """

@@ -57,8 +57,6 @@ class DeviceUpdates:
     """Updates parts on the device and keeps, or borrows, their state.
 
     Args:
-        lanes: The device.
-        weights: The weights there.
         store: The engine, whose memory has the state otherwise.
     """
 

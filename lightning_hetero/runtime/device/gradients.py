@@ -40,12 +40,8 @@ class HostGradients:
     """The gradients of one model in host memory.
 
     Args:
-        lanes: The device.
         norm_type: Order of the norms that the device computes as gradients leave it; ``None``: it
             computes none.
-
-    Attributes:
-        pool: The memory.
     """
 
     def __init__(self, lanes: Lanes, *, norm_type: float | None = None) -> None:
@@ -291,10 +287,6 @@ class Claim:
 
 def check_dense(name: str, grad: Tensor) -> None:
     """Refuses a gradient that is not dense.
-
-    Args:
-        name: The parameter's name.
-        grad: Its gradient.
 
     Raises:
         UnsupportedError: It is sparse.

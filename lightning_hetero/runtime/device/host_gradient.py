@@ -56,7 +56,6 @@ class GradientSource:
     """A held gradient as a handle reads and writes it (``runtime.offloaded_tensor.Source``).
 
     Args:
-        held: The gradient.
         wait: Waits until a block's gradients are in host memory, and no update is reading them.
     """
 

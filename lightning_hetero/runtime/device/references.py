@@ -22,7 +22,6 @@ class BoundWeights:
     """The memory to which parameters are bound, by address.
 
     Args:
-        device: The device of the memory.
         memory: Returns the bytes from a parameter's first one on, in the memory that its part is
             bound to; raises ``OffloadedAccessError`` if there is none.
     """

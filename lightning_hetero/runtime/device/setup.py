@@ -47,14 +47,7 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
 
 
 def side_of(device: Device | None, lanes: Lanes, store: TierStore, rules: StepRules) -> DeviceSide | None:
-    """What the runtime keeps on a device with memory of its own; ``None`` for the host.
-
-    Args:
-        device: The device.
-        lanes: Its lanes.
-        store: The tiers.
-        rules: How gradients are used.
-    """
+    """What the runtime keeps on a device with memory of its own; ``None`` for the host."""
     if device is None:
         return None
     weights = DeviceWeights(lanes)

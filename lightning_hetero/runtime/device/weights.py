@@ -45,11 +45,7 @@ class _Copy:
 
 
 class DeviceWeights:
-    """The weights of one model on a device with memory of its own.
-
-    Args:
-        lanes: The device.
-    """
+    """The weights of one model on a device with memory of its own."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes

@@ -116,7 +116,6 @@ class EmulatedLanes(Lanes):
     """Lanes of an emulated device; see [Note: Emulated time] and [Note: Hazards].
 
     Args:
-        emulated: The device.
         poison: Fill memory with NaN when it is taken and when it is given back, and show hazards
             of copies (tests).
     """

@@ -28,14 +28,11 @@ class EngineOp:
     """An op that the engine does, and its end as an event.
 
     Args:
-        op: The op.
         after: The events that it waits for.
 
     Attributes:
-        tickets: The tickets that ``run`` returned.
         behind: The tickets that a later op waits for: its own, or those before it if it has none. A
             FETCH of state has none for others, because its ticket waits for gradients.
-        error: The error of ``run``.
         submitted_s: When it was submitted, in seconds of ``now_s``.
     """
 

@@ -42,7 +42,6 @@ class Arena:
         poison: Fill memory with NaN (tests).
 
     Attributes:
-        capacity_bytes: As the argument.
         used_bytes: Bytes that are taken now, in units of 512.
         peak_bytes: The most bytes that were taken at any time.
     """

@@ -49,8 +49,6 @@ class QueuedOp:
     """An op on its way through its lane, and its end as an event.
 
     Args:
-        op: The op.
-        run: Does it.
         after: The events that it waits for.
         number: Its place in the order of submission.
         failures: Where its error is noted.
@@ -62,7 +60,6 @@ class QueuedOp:
         submitted_s: When it was submitted, in seconds of ``now_s``.
         started_s: When it started; 0 before.
         is_observed: Whether its tickets are kept, in :attr:`tickets`.
-        tickets: The tickets that ``run`` returned.
     """
 
     __slots__ = (

@@ -32,7 +32,6 @@ class Queue:
     """One lane: a thread that does one op after the other.
 
     Args:
-        lane: Which one.
         work: Waits for the events before an op, runs it, and returns its tickets.
         tidy: Called between two ops; returns after how many idle seconds to call it again, if ever.
     """
@@ -91,11 +90,9 @@ class Lanes:
 
     Args:
         device: The torch device of parameters and activations.
-        memory: The device's memory.
         poison: Fill host buffers with NaN (tests).
 
     Attributes:
-        device: As the argument.
         device_type: The type that tensors on the device report.
         timed: Whether events know their times on streams too, which costs something. May be set
             between two ops.

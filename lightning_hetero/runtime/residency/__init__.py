@@ -23,10 +23,6 @@ class Residency(Owner):
 
     Methods that only a device with memory of its own needs do nothing here.
 
-    Args:
-        context: The run.
-        casts: As the attribute.
-
     Attributes:
         parameters: Makes parameters handles, and ordinary tensors again.
         weights: Host memory for weights on disk.

@@ -21,12 +21,7 @@ from lightning_hetero.store.live.mirrors import readers_of
 
 
 class DeviceResidency(Residency):
-    """See :class:`~lightning_hetero.runtime.residency.Residency`.
-
-    Args:
-        context: The run.
-        side: Weights, gradients and updates on the device.
-    """
+    """See :class:`~lightning_hetero.runtime.residency.Residency`."""
 
     def __init__(self, context: RunContext, side: DeviceSide) -> None:
         lanes = context.run.lanes

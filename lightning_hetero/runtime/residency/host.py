@@ -16,11 +16,7 @@ from lightning_hetero.store.live.tier_store import TierStore
 
 
 class HostResidency(Residency):
-    """See :class:`~lightning_hetero.runtime.residency.Residency`.
-
-    Args:
-        context: The run.
-    """
+    """See :class:`~lightning_hetero.runtime.residency.Residency`."""
 
     copies = None
 

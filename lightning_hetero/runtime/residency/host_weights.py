@@ -14,11 +14,7 @@ from lightning_hetero.units import format_bytes
 
 
 class HostWeights:
-    """Brings weights from the disk to host memory and gives their memory back.
-
-    Args:
-        context: The run.
-    """
+    """Brings weights from the disk to host memory and gives their memory back."""
 
     def __init__(self, context: RunContext) -> None:
         run = context.run

@@ -86,9 +86,6 @@ class Parameters:
     """Makes parameters handles, and ordinary tensors again.
 
     Args:
-        owner: Knows where weights are.
-        blocks: The model's blocks.
-        store: The tiers.
         casts: 16-bit casts of weights that leave memory between uses.
     """
 
