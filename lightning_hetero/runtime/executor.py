@@ -16,12 +16,12 @@ sees all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
@@ -354,14 +354,6 @@ class Executor:
                 room = self.residency.room_before(before)
                 self._step.schedule = self._schedules.lowered(redone, before.resident_before, room)
         self.speculation.observe(self.speculation.discarded)
-
-    def clip(self, params: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Clips gradients by their global norm, before ``optimizer.step()``."""
-        self.speculation.clip(params, max_norm)
-
-    def end_batch(self) -> None:
-        """A batch is over: nothing computes with the weights until the next one."""
-        self.residency.end_batch()
 
     # ---- anchors ---------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ from lightning_hetero.profiling.model import BatchProfiler, check_activations, m
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
-from lightning_hetero.strategies.planning import executor_of, iteration_s, machine_of, refined, scaled, search, with_prediction
+from lightning_hetero.strategies.planning import iteration_s, machine_of, refined, scaled, search, with_prediction
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches: the fewest whose median ignores one outlier
@@ -213,7 +213,7 @@ class Autoplan:
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
                 self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
-                self._constant_device_bytes = executor_of(session).lanes.allocated_bytes()
+                self._constant_device_bytes = session.running.lanes.allocated_bytes()
             self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)
             self.profiler.start()
         return made
@@ -326,7 +326,7 @@ class Autoplan:
     # ---- planning ----------------------------------------------------------------------------
 
     def _plan(self, session: Session, batch: Batch) -> Plan:
-        begin, executor = now_s(), executor_of(session)
+        begin, executor = now_s(), session.running
         session.profile = self.model = self._profile(session)
         if session.device_memory is not None:
             check_activations(self.model)
@@ -384,7 +384,7 @@ class Autoplan:
                     raise
                 log.warning("Training goes on with the plan that fits the device by what it has given up: %s", error)
                 self.machine = machine_of(session, model, hardware, micro_batches=self._micro_batches)
-                return with_prediction(session, executor_of(session).plan, model, self.machine, micro_batches=self._micro_batches)
+                return with_prediction(session, session.running.plan, model, self.machine, micro_batches=self._micro_batches)
         self._from_profile, self._is_lesser = True, False
         held, self._held = self._held, None
         if held is not None and held.predicted is not None and plan.predicted is not None:
@@ -401,7 +401,7 @@ class Autoplan:
         """
         self.machine = self._held = None
         self._from_profile = self._is_lesser = False
-        plan = replace(executor_of(session).plan, predicted=None)
+        plan = replace(session.running.plan, predicted=None)
         try:
             session.check(plan)
         except OutOfMemoryBudgetError:
@@ -425,7 +425,7 @@ class Autoplan:
 
     def _profile(self, session: Session) -> ModelProfile:
         recorded, *timed = self._observed
-        shape = executor_of(session).model
+        shape = session.running.model
         native = all(binding.capability is Rule.NATIVE for binding in session.bindings)  # else the heap has optimizer state too
         grown = heap_size() - self._heap_bytes
         parts = [part for block in session.blocks for part in block.parts]

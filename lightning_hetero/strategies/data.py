@@ -53,7 +53,10 @@ _BEGIN = -1  # the position of a moment before the iterator is made
 _MISSING = "the store's record of the training data is not one of this version"
 
 
-def random_state() -> dict[str, Any]:
+RandomStates = dict[str, Any]  # of torch, Python, and NumPy and CUDA if they are there
+
+
+def random_state() -> RandomStates:
     """The states of the global random generators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -63,7 +66,7 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: RandomStates) -> None:
     """Sets the states that :func:`random_state` returned.
 
     Raises:
@@ -80,7 +83,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same(one: RandomStates, other: RandomStates) -> bool:
     """Whether two states of the host's global random generators are equal."""
     if one["python"] != other["python"] or not torch.equal(one["torch"], other["torch"]) or one.keys() != other.keys():
         return False

@@ -13,7 +13,6 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.units import format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
@@ -129,7 +128,7 @@ def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
         disk=disk,
         refresh=again,
     )
-    with executor_of(session).cleared() if device is not None and device.partitioned else nullcontext():
+    with session.running.cleared() if device is not None and device.partitioned else nullcontext():
         try:
             return measure(session.disk_root())
         except ConfigError as error:  # for example a file system in memory, which is no tier

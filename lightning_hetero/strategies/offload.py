@@ -31,7 +31,6 @@ from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
-from lightning_hetero.strategies.planning import executor_of
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
 from lightning_hetero.strategies.step_retry import StepRetry
 from lightning_hetero.strategies.training import Peers, Training
@@ -113,7 +112,7 @@ class OffloadRun:
         """The executor while a session runs."""
         if self.session is None:
             raise RuntimeError("no session runs")
-        return executor_of(self.session)
+        return self.session.running
 
     # ---- setup -------------------------------------------------------------------------------
 
@@ -310,7 +309,7 @@ class OffloadRun:
             yield
         finally:
             if executor is not None:
-                executor.end_batch()
+                executor.residency.end_batch()
 
     def take_step_seconds(self) -> float | None:
         """As a batch ends: seconds of its optimizer step's batches; ``None`` without a step."""

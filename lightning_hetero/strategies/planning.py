@@ -17,7 +17,6 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
-from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.sim import simulate
@@ -41,17 +40,6 @@ class _Loop:
     def updates(self) -> Updates:
         """When gradients leave memory: during backward, or all at once."""
         return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
-
-
-def executor_of(session: Session) -> Executor:
-    """The executor of a session that has started.
-
-    Raises:
-        RuntimeError: It has not started, or has ended.
-    """
-    if session.executor is None:
-        raise RuntimeError("the session does not run")
-    return session.executor
 
 
 def search(
@@ -230,7 +218,7 @@ def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
     decides.
     """
     shared = session.device_memory is None
-    plans = [executor_of(session).plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
+    plans = [session.running.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
     differences = []
     for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
         needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)

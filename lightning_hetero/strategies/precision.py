@@ -110,7 +110,7 @@ class PrecisionHooks:
             self._stand_in()
 
     def _clip(self, executor: Executor, optimizer: Optimizer, clip_val: float) -> None:
-        executor.clip(self._plugin.main_params(optimizer), clip_val)
+        executor.speculation.clip(self._plugin.main_params(optimizer), clip_val)
 
     def close(self) -> None:
         """Restores the plugin and the scaler."""

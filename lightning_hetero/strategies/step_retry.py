@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.runtime.batch_state import ChangingBuffers, Generators
 from lightning_hetero.runtime.demotion import demotions
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.metrics import MetricStates
+from lightning_hetero.strategies.batch_state import ChangingBuffers, MetricStates
+from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.units import MIB
 
@@ -63,7 +63,7 @@ class _Batch:
 
     run: Callable[[], STEP_OUTPUT]
     content: object  # its arguments
-    generators: Generators  # random generators before it
+    random: RandomStates  # random generators before it
     optimizer: Optimizer | None = None  # argument of its backward, besides the loss, ``args`` and ``kwargs``
     args: tuple[object, ...] = ()
     kwargs: dict[str, object] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class StepRetry:
         if not self._batches:
             self._buffers.remember()
             self._metrics.remember()
-        batch = _Batch(run, content, Generators(executor.lanes.device))
+        batch = _Batch(run, content, random_state())
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
         executor.batch.probing = executor.may_defer and not self._demand().fits_like(self._fitted)
@@ -216,7 +216,7 @@ class StepRetry:
         return loss
 
     def _run(self, batch: _Batch) -> STEP_OUTPUT:
-        batch.generators.restore()
+        set_random_state(batch.random)
         self._executor.batch.probing = self._executor.may_defer
         return self._forward_of(batch)
 

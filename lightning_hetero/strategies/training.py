@@ -162,7 +162,7 @@ class Training:
                 output = plain()
         finally:
             if self._is_manual:
-                self._executor.end_batch()
+                self._executor.residency.end_batch()
         if self._is_manual:
             self._session.await_record()
         return output
@@ -225,7 +225,7 @@ class Training:
         finally:
             executor.arm(None)
             if not self._is_manual:
-                executor.end_batch()
+                executor.residency.end_batch()
             if self._retry is not None:
                 self._retry.step_ended()
         if not self._is_manual:

@@ -35,9 +35,9 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, Unsuppo
 from lightning_hetero.optim import adam
 from lightning_hetero.optim.combined import held
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.runtime.batch_state import Generators
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.capacity import available_memory_bytes
+from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Batch:
     args: tuple[object, ...]
     kwargs: dict[str, object]
     number: int
-    generators: Generators
+    random: RandomStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Verifier:
         if self._reference is None:
             self._reference = self._make_reference(module, optimizer, precision)
         number = module.trainer.fit_loop.epoch_loop.batch_idx
-        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, Generators(self._device)))
+        self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, random_state()))
 
     def batch_ended(self, output: object) -> None:
         """Keeps the loss that the training step has returned."""
@@ -158,7 +158,7 @@ class Verifier:
         self._step += 1
         if self._has_device:
             self._plan_updates(module, on_cpu)
-        before = Generators(self._device)
+        before = random_state()
         try:
             self._replay(self._reference, module.trainer, optimizer, precision)
         except torch.OutOfMemoryError as error:
@@ -168,7 +168,7 @@ class Verifier:
                 tier="device",
             ) from error
         finally:
-            before.restore()
+            set_random_state(before)
         self._compare(self._reference, module, optimizer)
         self.steps_left -= 1
         self._batches, self._losses = [], []
@@ -221,7 +221,7 @@ class Verifier:
         self._copy_options(optimizer, twin)
         module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
         for batch, ours in zip(self._batches, self._losses, strict=True):
-            batch.generators.restore()
+            set_random_state(batch.random)
             with precision.train_step_context():
                 loss = _loss(module.training_step(*batch.args, **batch.kwargs))
             if loss is not None and ours is not None:

@@ -43,7 +43,7 @@ class Session:
         self.on_disk = False
         lanes = SimpleNamespace(allocated_bytes=lambda: 0)
         speculation = SimpleNamespace(enabled=False)
-        self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=speculation, lanes=lanes)
+        self.running = self.executor = SimpleNamespace(plan=plan(0.0, "provisional"), speculation=speculation, lanes=lanes)
 
     def host_memory(self) -> int:
         return self.budget

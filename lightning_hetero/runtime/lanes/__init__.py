@@ -1,8 +1,8 @@
 """Lanes: in-order queues that run the ops of a schedule beside compute.
 
 ``base`` defines them. ``engine`` gives ops to the native engine if the device is the host.
-``emulated`` is a device made of CPU memory, ``cuda`` one with streams. ``inline`` runs every op at
-once, for tests.
+``emulated`` is a device made of CPU memory, ``cuda`` one with streams. ``InlineLanes`` run every
+op at once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from lightning_hetero.runtime.lanes.base import All, Device, Event, Moment, OpEvent, Ticket, passed_at
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
-from lightning_hetero.runtime.lanes.inline import InlineLanes
-from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.runtime.lanes.queue import InlineLanes, Lanes
 
 __all__ = [
     "All",

@@ -1,34 +1,12 @@
-"""The state that a batch changes before its update: random generators and buffers.
-
-A batch that is repeated begins with it.
-"""
+"""What a batch changes before its update, besides random generators: buffers and metrics."""
 
 from __future__ import annotations
-
-import random
-import sys
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.activations.random import RandomState
-
-
-class Generators:
-    """The random generators that a step may use: torch's, Python's, and NumPy's if it is loaded."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._torch, self._python = RandomState.now(device), random.getstate()
-        random_of_numpy = getattr(sys.modules.get("numpy"), "random", None)
-        self._numpy = None if random_of_numpy is None else partial(random_of_numpy.set_state, random_of_numpy.get_state())
-
-    def restore(self) -> None:
-        """Sets them to this state."""
-        self._torch.restore()
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy()
+# Attributes of a metric that are not its states:
+_BOOKS = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync", "_enable_grad")
 
 
 class ChangingBuffers:
@@ -68,3 +46,32 @@ class ChangingBuffers:
                 with torch.no_grad():
                     target.copy_(content)
         return now.keys() == self._before.keys()
+
+
+class MetricStates:
+    """Copies of the states of all metrics in a module. They are not buffers."""
+
+    def __init__(self, root: nn.Module) -> None:
+        from torchmetrics import Metric
+
+        self._metrics = [module for module in root.modules() if isinstance(module, Metric)]
+        self._before: list[tuple[nn.Module, dict[str, object]]] = []
+
+    def remember(self) -> None:
+        """A step begins."""
+        self._before = [
+            (metric, {name: _copy(vars(metric)[name]) for name in (*metric._defaults, *_BOOKS) if name in vars(metric)})
+            for metric in self._metrics
+        ]
+
+    def restore(self) -> None:
+        """Restores the states."""
+        for metric, states in self._before:
+            vars(metric).update({name: _copy(value) for name, value in states.items()})
+
+
+def _copy(value: object) -> object:
+    """Metrics change tensors in place, and append to lists."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
