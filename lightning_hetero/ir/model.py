@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
+from lightning_hetero.ir.plan import TRAINED
 
 FORMAT = "lightning-hetero-model"
 VERSION = 1
@@ -64,14 +65,15 @@ class BlockShape:
     """The size of one block.
 
     Attributes:
-        name: The block's module name inside the LightningModule, such as ``"model.layers.3"``.
+        name: The block's module name inside the LightningModule, such as ``"model.layers.3"``. With
+            ``":trained"`` behind it: the parameters that train in a block that is frozen otherwise.
         num_params: Elements of all its parameters, alignment padding included.
         num_trainable_params: Elements that have optimizer state, padding included.
         weight_bytes: Bytes of its weights in the compute dtype.
         gradient_bytes: Bytes of one full set of its gradients.
         state_bytes: Bytes of its optimizer state (16-bit weights: fp32 master included).
-        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, and
-            tied weights.
+        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, tied
+            weights, and trained parts of frozen blocks.
         activation_bytes: As in :class:`BlockProfile`; 0 if it is not known.
         boundary_bytes: The same.
         transient_bytes: The same.
@@ -152,8 +154,8 @@ class BlockProfile:
             ``activation_bytes``.
         backward: Operators of its backward, in the order of execution; empty if they were not
             recorded.
-        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, and
-            tied weights.
+        pinned: Whether its weights must stay in memory: parameters outside repeated blocks, tied
+            weights, and trained parts of frozen blocks.
         sharding: The share that tensor parallelism divides; ``None``: everything that Megatron-LM
             divides.
         cast_bytes: 16-bit casts of its weights that forward saves under mixed precision, bytes. If
@@ -278,6 +280,23 @@ class ModelProfile:
             ConfigError: The file cannot be read or is not a profile.
         """
         return cls.from_json(read_text(path, what="model profile"), source=str(path))
+
+
+def undivided(model: ModelProfile) -> ModelProfile:
+    """The same with the trained parts of frozen blocks back in their blocks.
+
+    For planners that place whole layers.
+    """
+    parts = {b.name.removesuffix(TRAINED): b for b in model.blocks if b.name.endswith(TRAINED)}
+    if not parts:
+        return model
+    blocks = tuple(_with(b, parts.get(b.name)) for b in model.blocks if not b.name.endswith(TRAINED))
+    return replace(model, blocks=blocks)
+
+
+def _with(block: BlockProfile, part: BlockProfile | None) -> BlockProfile:
+    sums = (*_SECONDS_AND_FLOP, "num_params", "num_trainable_params")
+    return block if part is None else replace(block, **{key: getattr(block, key) + getattr(part, key) for key in sums})
 
 
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")

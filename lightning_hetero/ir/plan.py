@@ -15,6 +15,25 @@ from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, pa
 FORMAT = "lightning-hetero-plan"
 VERSION = 1
 
+TRAINED = ":trained"
+"""Ends the name of the block of a module's trained parameters, where the rest of it is frozen.
+
+The block of the rest has the module's name.
+"""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a rule applies to a block.
+
+    A rule for a module applies to the block of its trained parameters too.
+
+    Args:
+        pattern: The rule's name or shell pattern.
+        name: The block's name.
+    """
+    names = {name, name.removesuffix(TRAINED)}
+    return pattern in names or any(fnmatchcase(n, pattern) for n in names)
+
 
 class Tier(StrEnum):
     """A level of memory, fastest first. On a CPU-only machine the device is the host."""
@@ -115,7 +134,7 @@ class Plan:
 
     Attributes:
         name: The planner or the author.
-        blocks: Rules in order; the first one whose name matches a block applies. After
+        blocks: Rules in order; the first one whose name :func:`matches` a block applies. After
             :meth:`resolve` one per block.
         prefetch_depth: Blocks whose weights are fetched ahead of their use.
         gradient_depth: Blocks whose gradients may wait in host memory for their update before
@@ -167,7 +186,7 @@ class Plan:
         used: set[str] = set()
         resolved = []
         for name in names:
-            rule = next((r for r in self.blocks if r.name == name or fnmatchcase(name, r.name)), None)
+            rule = next((r for r in self.blocks if matches(r.name, name)), None)
             if rule is None:
                 raise ConfigError(
                     f"plan {self.name!r} has no rule for block {name!r}. The model's blocks are: {', '.join(names)}. "
@@ -176,7 +195,7 @@ class Plan:
             used.add(rule.name)
             resolved.append(replace(rule, name=name))
         unused = [r.name for r in self.blocks if r.name not in used and r.name != "*"]
-        unknown = [rule for rule in unused if not any(name == rule or fnmatchcase(name, rule) for name in names)]
+        unknown = [rule for rule in unused if not any(matches(rule, name) for name in names)]
         if unknown:
             raise ConfigError(
                 f"plan {self.name!r} has rules for blocks that the model lacks: {', '.join(unknown)}. The model's blocks are: "

@@ -57,7 +57,8 @@ def observe(blocks: list[Block], runtime: _Runtime) -> list[RemovableHandle]:
     """Registers the hooks; returns their handles."""
     handles: list[RemovableHandle] = []
     for block in blocks:
-        handles += _observe_module(block, runtime)
+        if block.rest is None:  # a trained part has the anchors of the rest
+            handles += _observe_module(block, runtime)
         handles += [observe_gradient(block, param) for param in block.params() if param.requires_grad]
     return handles
 
@@ -69,13 +70,13 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
         OffloadedAccessError: The block's backward ran without its anchor, so it may have read
             weights that were not there.
     """
-    key = id(param)
+    key, opened = id(param), block.rest or block
 
     def complete(_: Tensor) -> None:
         block.grads_left.discard(key)
-        if block.weights_on_disk and not block.uses:
+        if opened.weights_on_disk and not opened.uses:
             raise OffloadedAccessError(
-                f"block {block.name!r} has its weights on disk, and a gradient of them was computed before any output of its "
+                f"block {opened.name!r} has its weights on disk, and a gradient in it was computed before any output of its "
                 f"forward had one: its forward must have left a tensor that reaches the loss in another way than being returned. "
                 f"Return such tensors (in a tuple, list, dict or dataclass), or keep the block's weights in memory by another plan."
             )

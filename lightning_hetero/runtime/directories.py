@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -17,7 +18,7 @@ from lightning_hetero.store.file_limits import make_room
 from lightning_hetero.store.format.audit import ring_bytes
 from lightning_hetero.store.format.directory import DiskLimits, StoreDirectory
 from lightning_hetero.store.format.manifest import MANIFEST
-from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.blocks import Block, modules_of
 from lightning_hetero.store.live.mirrors import mirror_files
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE as _PAGE
@@ -65,7 +66,7 @@ class Directories:
         if not placement.uses_disk and not kept:
             return None
         # Only the model: plan, optimizer and frozen parameters may differ the next time.
-        rows = [{"block": b.name, "params": {n: _row(p) for n, p in b.spec.params.items()}} for b in self._blocks]
+        rows = [{"block": own[-1].name, "params": {n: _row(p) for n, p in _params(own)}} for own in modules_of(self._blocks)]
         manifest: dict[str, object] = {"model": type(self._root).__name__, "blocks": rows}
         make_room(self._open_files)
         path = self._options.disk_path if trains else self._scratch_path()
@@ -164,6 +165,12 @@ class Directories:
     def _scratch_path(self) -> Path | None:
         path = self._options.disk_path
         return None if path is not None and (path / MANIFEST).exists() else path
+
+
+def _params(own: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of one module's blocks, in the order of registration."""
+    found = {name: param for block in own for name, param in block.spec.params.items()}
+    return ((name, found[name]) for name in own[-1].spec.order or found)
 
 
 def _row(param: nn.Parameter) -> list[object]:

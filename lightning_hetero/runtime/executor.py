@@ -174,6 +174,8 @@ class Executor:
 
     def forward_begins(self, block: Block, inputs: Inputs = ((), {})) -> None:
         """An anchor: submits its ops and waits for the block's weights."""
+        if block.trained is not None:
+            self._trained_begins(block.trained)
         if self.batch.in_backward:
             if block is not self._in_backward_of:  # recomputation: autograd has moved on to this block
                 self._close_backward()
@@ -194,6 +196,20 @@ class Executor:
         if saved and not is_followed():
             saved[block.index].enter(*inputs)
 
+    def _trained_begins(self, block: Block) -> None:
+        """The forward of a frozen block begins: the anchor of its trained part, which is pinned.
+
+        A recomputation in backward comes before the update of the trained part.
+        """
+        if self.batch.in_backward:
+            self.residency.ensure(block)
+        else:
+            self._seen.append(block.index)
+            block.early_unsafe |= self._training and not torch.is_grad_enabled()
+            with self.recorder.waiting(f"F {block.name}"):
+                self._reach(Phase.FORWARD, block)
+        self.residency.open(block)
+
     def forward_ends(self, block: Block, output: object = None) -> None:
         """The use of the block is over."""
         if self.handlers.saved:
@@ -203,6 +219,8 @@ class Executor:
         if self.watcher is not None:
             self.watcher.forward_ends(block)
         self.residency.shut(block)
+        if block.trained is not None:
+            self.residency.shut(block.trained)
 
     def backward_begins(self, block: Block) -> None:
         """An anchor, as ``forward_begins``. It also ends the previous block's backward."""

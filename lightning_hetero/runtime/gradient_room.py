@@ -30,6 +30,7 @@ class GradientRoom:
     def __init__(self, run: Run, weights: HostWeights) -> None:
         self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
         self._holds_activations = run.side is None  # the host's memory does
+        self._any_time = {b.index for b in run.blocks if b.spec.pinned and b.rest is None}
         self._sum_bytes: int | None = None  # the largest gradient of a pinned block that is a sum; None: not known yet
 
     def forward_begins(self) -> None:
@@ -76,7 +77,8 @@ class GradientRoom:
 
     def _gradients_coming(self, block: Block) -> int:
         """Bytes of gradients until the next block; those of pinned blocks come at any time."""
-        return sum(b.gradient_bytes for i, b in enumerate(self._weights.model.blocks) if b.pinned or i == block.index)
+        sizes, here = self._weights.model.blocks, [block] if block.trained is None else [block, block.trained]
+        return sum(sizes[index].gradient_bytes for index in self._any_time.union(b.index for b in here))
 
 
 def largest_sum(loss: Tensor, params: Iterable[nn.Parameter]) -> int:

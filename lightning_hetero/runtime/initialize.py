@@ -96,11 +96,14 @@ class Initializer:
                     self._fill(name, buffer)
 
     def read(self, block: Block, names: Collection[str]) -> bool:
-        """Reads a block's parameters if files have all of them. Returns whether they have."""
-        wanted = [n for n in block.spec.params if n in names]
-        if not all(n in self._content for n in wanted):
+        """Reads a block's parameters if files have all of them. Returns whether they have.
+
+        Here and in :meth:`set` a block includes its trained part: a module sets both at once.
+        """
+        params = params_of(block)
+        if not all(n in self._content for n in params if n in names):
             return False
-        owners = {id(p) for p in block.spec.params.values()}
+        owners = {id(p) for p in params.values()}
         for module in block.spec.module.modules():
             if any(id(p) in owners for p in module.parameters(recurse=False)) and any(b.is_meta for b in _own_buffers(module)):
                 return False
@@ -108,7 +111,7 @@ class Initializer:
         return True
 
     def _read_into(self, block: Block, names: Collection[str]) -> None:
-        for part in block.parts:
+        for part in [part for half in _halves(block) for part in half.parts]:
             for index, name in enumerate(part.names):
                 if name in names:
                     self._content.fill(name, part.memory(index))
@@ -130,9 +133,10 @@ class Initializer:
         Raises:
             ConfigError: A ``reset_parameters`` leaves something unset.
         """
-        mine = {id(p) for n, p in block.spec.params.items() if n in names}
-        later = [n for n in block.spec.params if n in names and n in self._content]
-        read = {id(block.spec.params[n]) for n in later}
+        params = params_of(block)
+        mine = {id(p) for n, p in params.items() if n in names}
+        later = [n for n in params if n in names and n in self._content]
+        read = {id(params[n]) for n in later}
         if self._lacks_only_adapters(block, mine - read):
             self._read_into(block, later)
             later = []
@@ -181,9 +185,21 @@ class Initializer:
 
 
 def in_order_of_construction(root: nn.Module, blocks: Iterable[Block]) -> list[Block]:
-    """The blocks, inner ones before their parents: what parents set in them stays."""
+    """The blocks, inner ones before their parents: what parents set in them stays.
+
+    A trained part follows the rest, with which it is initialized.
+    """
     order = {id(module): i for i, (_, module) in enumerate(_children_first(root, "(root)"))}
-    return sorted(blocks, key=lambda block: order[id(block.spec.module)])
+    return sorted(blocks, key=lambda block: (order[id(block.spec.module)], block.rest is not None))
+
+
+def params_of(block: Block) -> dict[str, nn.Parameter]:
+    """A block's parameters by name, with those of its trained part."""
+    return {name: param for half in _halves(block) for name, param in half.spec.params.items()}
+
+
+def _halves(block: Block) -> list[Block]:
+    return [block] if block.trained is None else [block, block.trained]
 
 
 def _own_buffers(module: nn.Module) -> Iterator[Tensor]:

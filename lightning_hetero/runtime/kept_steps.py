@@ -38,7 +38,7 @@ from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.pins import pin, pins, unpin
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block, Part, parts_of
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirror_writes import arrange_mirrors, write_mirrors
 from lightning_hetero.store.live.mirrors import entry_of, mirror_bytes
@@ -82,7 +82,7 @@ class KeptSteps:
         obstacle: str = "",
     ) -> None:
         self._blocks, self._bindings = blocks, bindings
-        self._parts = [part for block in blocks for part in block.parts]
+        self._parts = parts_of(blocks)
         self._entries: dict[Part, str] = {}
         self._found: dict[Part, record.PartEntry] = {}
         self._retired: list[NativePart] = []
@@ -369,10 +369,9 @@ def commit_ring(blocks: Sequence[Block], *, kept: bool) -> dict[str, int]:
 
 def frozen_parts(blocks: Sequence[Block], trained: Collection[int]) -> list[int]:
     """The numbers of the parts without any trained parameter; ``trained`` has ``id``s."""
-    parts = [part for block in blocks for part in block.parts]
-    return [number for number, part in enumerate(parts) if not any(id(p) in trained for p in part.params)]
+    return [number for number, part in enumerate(parts_of(blocks)) if not any(id(p) in trained for p in part.params)]
 
 
 def part_names(blocks: Sequence[Block]) -> list[list[str]]:
     """The names of each part's parameters, in the order of a record's entries."""
-    return [list(part.names) for block in blocks for part in block.parts]
+    return [list(part.names) for part in parts_of(blocks)]

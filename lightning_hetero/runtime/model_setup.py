@@ -11,7 +11,7 @@ from lightning_hetero._native import PartGeometry
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction
+from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction, params_of
 from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.placement import Placement
@@ -86,8 +86,8 @@ class ModelSetup:
         used, later = 0, list[tuple[str, nn.Parameter]]()
         self._initializer.read_buffers()
         for block in in_order_of_construction(self._root, self.blocks):
-            if block.name in self._unset and not self._initializer.read(block, self._made_on_meta):
-                later += [(n, block.spec.params[n]) for n in self._initializer.set(block, self._made_on_meta)]
+            if self._needs_content(block) and not self._initializer.read(block, self._made_on_meta):
+                later += [(n, params_of(block)[n]) for n in self._initializer.set(block, self._made_on_meta)]
             self._take_over(block, read=resumed is None)
             executor.residency.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
@@ -111,6 +111,11 @@ class ModelSetup:
                 self._initializer.fill(name, param)
             self._initializer.read_buffers()
         self._unset = set()
+
+    def _needs_content(self, block: Block) -> bool:
+        """Whether the block is initialized now; a trained part is with the rest, before it."""
+        halves = (block, block.trained) if block.rest is None else ()
+        return any(half is not None and half.name in self._unset for half in halves)
 
     def _take_over(self, block: Block, *, read: bool) -> None:
         """Moves weights from the construction's file or another Trainer's into the block.

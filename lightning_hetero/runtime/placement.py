@@ -209,10 +209,15 @@ class Placer:
         """
         plan = plan.resolve(b.name for b in self.model.blocks)
         found = fitted(plan, self.model, device=self.device_memory is not None)
-        moved = [new for old, new in zip(plan.blocks, found.blocks, strict=True) if old.weights is not new.weights]
-        if moved:
-            names, tier = ", ".join(p.name for p in moved), moved[0].weights.value
+        rows = zip(self._blocks, plan.blocks, found.blocks, strict=True)
+        moved = [(block, new) for block, old, new in rows if old.weights is not new.weights]
+        outside = [new for block, new in moved if block.rest is None]
+        if outside:
+            names, tier = ", ".join(p.name for p in outside), outside[0].weights.value
             log.info("The weights of %s are used outside repeated blocks, so they stay in %s memory.", names, tier)
+        if trained := [new for block, new in moved if block.rest is not None]:
+            what, tier = f"{len(trained)} blocks, which are frozen but for these,", trained[0].weights.value
+            log.info("The trained weights of %s stay in %s memory.", what, tier)
         return found
 
     def _check_optimizers(self, plan: Plan) -> None:

@@ -1,4 +1,20 @@
-"""Divides a model into blocks: repeated modules, as FSDP's auto-wrap finds them, and the rest."""
+"""Divides a model into blocks: repeated modules, as FSDP's auto-wrap finds them, and the rest.
+
+[Note: Trained parts of frozen blocks]
+A repeated block in which few parameters train, such as one with adapters, becomes two: the frozen
+parameters under the module's name, and the trained ones under that name with ``:trained`` behind
+it. The second block is pinned: its weights stay in memory, and its state is where the plan says.
+The first one has no gradients, no state and no updates, so its weights only come and go. Both have
+the module's anchor, the trained part first: a backward of the frozen part then ends the one of the
+trained part of the block above, whose update begins.
+
+*Few* means that the trained parameters with their gradients and Adam's state (16 bytes per element
+in any precision) take at most half of the bytes of the frozen ones. To keep a trained weight in
+memory saves the same reads per byte as to keep a frozen one there, and the writes besides. What it
+costs is that the least memory grows by all trained weights, by this limit at most an eighth of the
+frozen ones. Where more trains, that would be more than the blocks that stream anyway: such a block
+stays one.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +29,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.plan import TRAINED
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +38,9 @@ BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 # A parameter in memory starts at a multiple of this many elements: whole cache lines, and the
 # update kernels' split points.
 ALIGN_ELEMENTS = 16
+
+_TRAINED_BYTES = 16  # of an element with gradient and Adam's state: 4 + 4 + 8, or 2 + 2 + 12 in 16 bits
+_FEW = 2  # times as many bytes are frozen at least, where a block becomes two
 
 
 @dataclass(eq=False, slots=True)
@@ -31,18 +51,25 @@ class BlockSpec:
         name: The module's name; ``"(root)"`` for parameters of the root module itself.
         module: The module whose forward is the block's anchor.
         params: Its parameters by name; tied parameters appear only in the block of their first use.
-        pinned: The weights must stay in memory: leftovers, and blocks that share a parameter with
-            another module.
+        pinned: The weights must stay in memory: leftovers, blocks that share a parameter with
+            another module, and trained parts of frozen blocks.
+        rest: Of a trained part the block of the module's frozen parameters.
+        order: Names of all parameters of the module, in the order of registration; empty if the
+            block has all of them.
     """
 
     name: str
     module: nn.Module
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     pinned: bool = False
+    rest: BlockSpec | None = None
+    order: tuple[str, ...] = ()
 
 
 def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockSpec]:
     """Assigns every parameter of ``root`` to exactly one block, in the order of registration.
+
+    See [Note: Trained parts of frozen blocks] for blocks in which few parameters train.
 
     Args:
         root: The model.
@@ -84,7 +111,19 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
                 visit(child, f"{name}.{key}" if name else key, block)
 
     visit(root, "", None)
-    return [_without_aliases(s) for s in specs if s.params]
+    return [half for spec in specs if spec.params for half in _apart(_without_aliases(spec))]
+
+
+def _apart(spec: BlockSpec) -> Iterator[BlockSpec]:
+    """The block, or its trained part and the rest."""
+    trained = {name: param for name, param in spec.params.items() if param.requires_grad}
+    frozen = {name: param for name, param in spec.params.items() if not param.requires_grad}
+    trained_bytes = _TRAINED_BYTES * sum(param.numel() for param in trained.values())
+    if not spec.pinned and trained and _FEW * trained_bytes <= sum(param.nbytes for param in frozen.values()):
+        order = tuple(spec.params)
+        spec.params, spec.order = frozen, order
+        yield BlockSpec(f"{spec.name}{TRAINED}", spec.module, trained, pinned=True, rest=spec, order=order)
+    yield spec
 
 
 def _without_aliases(spec: BlockSpec) -> BlockSpec:

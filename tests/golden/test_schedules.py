@@ -11,7 +11,7 @@ import pytest
 from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Schedule, StepSignature, Updates
-from lightning_hetero.lowering import CacheSizes, check, lower, steady
+from lightning_hetero.lowering import CacheSizes, check, fitted, lower, steady
 from lightning_hetero.planners import disk, host, resident
 
 HERE = Path(__file__).parent
@@ -153,3 +153,48 @@ def test_schedule_for_a_device_is_the_reviewed_one(
     (schedule,) = steady(plan, LAYERS, [replace(STEP, updates=updates)], sizes=sizes)
     check(schedule, plan, LAYERS, capacity_bytes=sizes.host_cache_bytes, device_capacity_bytes=sizes.device_cache_bytes)
     _compare(f"device_{name}", schedule, pytestconfig)
+
+
+# ---- blocks that are frozen but for adapters --------------------------------------------------------------------------------
+
+
+def _adapted(rest: BlockShape, block: BlockShape) -> ModelShape:
+    """Three frozen blocks, in each of which a twenty-fifth of the parameters trains beside them."""
+    rows = [_frozen(rest)]
+    for i in range(3):
+        sizes = {key: getattr(block, key) // 25 for key in ("num_params", "weight_bytes", "gradient_bytes", "state_bytes")}
+        trained = BlockShape(name=f"layers.{i}:trained", num_trainable_params=sizes["num_params"], pinned=True, **sizes)
+        rows += [trained, replace(_frozen(block), name=f"layers.{i}")]
+    return ModelShape(name="adapters", blocks=tuple(rows))
+
+
+def _frozen(block: BlockShape) -> BlockShape:
+    return replace(block, num_trainable_params=0, gradient_bytes=0, state_bytes=0)
+
+
+ADAPTERS_STEP = replace(STEP, order=tuple(range(7)))
+
+
+@pytest.mark.parametrize(("name", "updates"), [("adapters", Updates.IN_BACKWARD), ("adapters_speculative", Updates.SPECULATIVE)])
+def test_adapters_stay_while_the_frozen_rest_streams(name: str, updates: Updates, pytestconfig: pytest.Config) -> None:
+    model = _adapted(_block("rest", 1000, pinned=True), _block("", 100))
+    sizes = CacheSizes(host_cache_bytes=CAPACITY_BYTES, device_cache_bytes=None, staging_bytes=0)
+    plan = disk(model)
+    (schedule,) = steady(plan, model, [replace(ADAPTERS_STEP, updates=updates)], sizes=sizes)
+    check(schedule, plan, model, capacity_bytes=CAPACITY_BYTES)
+    _compare(name, schedule, pytestconfig)
+
+
+@pytest.mark.parametrize(("name", "planner"), [("device_adapters", host), ("device_adapters_resident", resident)])
+def test_adapters_stay_on_a_device_while_the_frozen_rest_streams(
+    name: str, planner: Callable[[ModelShape], Plan], pytestconfig: pytest.Config
+) -> None:
+    """The CPU updates them, or the device where they live with their state."""
+    model = _adapted(_layer("rest", 1000, pinned=True), _layer("", 100))
+    found = planner(model)
+    rows = (row if b.pinned else replace(row, weights=Tier.HOST) for b, row in zip(model.blocks, found.blocks, strict=True))
+    plan = fitted(replace(found, blocks=tuple(rows)), model, device=True)
+    sizes = CacheSizes(host_cache_bytes=0, device_cache_bytes=2 * 200, staging_bytes=0)
+    (schedule,) = steady(plan, model, [ADAPTERS_STEP], sizes=sizes)
+    check(schedule, plan, model, capacity_bytes=0, device_capacity_bytes=sizes.device_cache_bytes)
+    _compare(name, schedule, pytestconfig)

@@ -34,11 +34,12 @@ OTHERS = (
     partial(torch.optim.SGD, lr=1e-2, maximize=True, foreach=True),
     partial(torch.optim.AdamW, lr=2e-3, amsgrad=True, maximize=True),
     partial(torch.optim.NAdam, lr=2e-3),
-    partial(torch.optim.Adagrad, lr=1e-2),
 )
+ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2)  # OneCycleLR wants momentum
 ANY = st.one_of(
     RECIPES,
     st.builds(replace, RECIPES, optimizer=st.sampled_from(OTHERS)),
+    st.builds(replace, RECIPES, optimizer=st.just(ADAGRAD), schedule=st.sampled_from(["", "step"])),
     st.builds(replace, RECIPES, precision=st.just("bf16-mixed"), clip=st.none()),  # Lightning does not clip what is fused
 )
 

@@ -27,6 +27,7 @@ class Shape:
     tied: bool = False
     frozen: tuple[int, ...] = ()
     half_frozen: bool = False
+    few: bool = False  # of the blocks only the norms train: each block becomes two
     shared: bool = False
     recompute: str = ""
     unused: bool = False
@@ -78,6 +79,10 @@ class Model(nn.Module):
             self.blocks[index % shape.layers].requires_grad_(False)
         if shape.half_frozen:
             self.blocks[0].up.requires_grad_(False)
+        if shape.few:
+            self.blocks.requires_grad_(False)
+            for block in self.blocks:
+                block.norm.requires_grad_(True)
         if shape.unused:
             self.spare = nn.Linear(3, 3)
         self.forwards = 0

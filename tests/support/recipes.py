@@ -18,6 +18,7 @@ SHAPES = st.builds(
     tied=st.booleans(),
     frozen=st.sampled_from([(), (0,), (1, 2)]),
     half_frozen=st.booleans(),
+    few=st.booleans(),
     shared=st.booleans(),
     recompute=st.sampled_from(["", "reentrant", "non_reentrant"]),
     unused=st.booleans(),
@@ -36,6 +37,7 @@ def few_layers(**options: Any) -> st.SearchStrategy[Shape]:
         tied=st.booleans(),
         frozen=st.sampled_from([(), (1,)]),
         half_frozen=st.booleans(),
+        few=st.booleans(),
         odd=st.booleans(),
         **options,
     )

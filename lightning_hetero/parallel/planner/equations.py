@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding
+from lightning_hetero.ir.model import BlockProfile, ModelProfile, Sharding, undivided
 from lightning_hetero.parallel.planner.known_clusters import DeviceKind
 
 
@@ -86,6 +86,7 @@ class Workload:
         Raises:
             ConfigError: It has no repeated layers.
         """
+        model = undivided(model)
         repeated = [i for i, block in enumerate(model.blocks) if not block.pinned]
         if not repeated:
             raise ConfigError(

@@ -29,7 +29,7 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.planners.holistic.block_choices import Choice, Column, columns
 from lightning_hetero.planners.holistic.bounds import LANES, SPARE_FOR, Matrices, Quantity, SpareMemory, Vector, rows
-from lightning_hetero.planners.holistic.segments import places, segments
+from lightning_hetero.planners.holistic.segments import arranged, places, segments
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
 STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")
@@ -367,7 +367,8 @@ class Relaxation:
         weights: Vector = (busy / relaxed.seconds) ** _STEEPNESS if relaxed.seconds else np.ones(len(rows))
         price: Vector = weights @ self.matrices.always[rows] @ self._taken
         # Nothing hides the update of a block that the next forward needs first.
-        first = np.array([s.start == 0 or self.model.blocks[s.start - 1].pinned for s in self.segments])[self._segment]
+        before = [None, *(self.model.blocks[index] for index in arranged(self.model))]
+        first = np.array([(b := before[s.start]) is None or b.pinned for s in self.segments])[self._segment]
         exposed = self.matrices.here[[r.resource == "update" for r in self.matrices.rows]][0] @ self._taken
         return price + np.where(first, exposed, 0.0)
 

@@ -18,7 +18,7 @@ from lightning_hetero.planners.holistic.relaxation import Relaxation, Relaxed
 from lightning_hetero.planners.holistic.segments import BlockRun
 
 Indices = NDArray[np.intp]
-Chosen = list[dict[str | None, Choice]]  # per block: placement and policies
+Chosen = list[dict[str | None, Choice]]  # per block as they are arranged: placement and policies
 
 
 def rounded(relaxed: Relaxed, segments: Sequence[BlockRun], *, grouped: bool) -> Chosen:

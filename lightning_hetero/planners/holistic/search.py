@@ -23,6 +23,7 @@ from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.frontier import NAME, knobs
 from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation, Relaxed
 from lightning_hetero.planners.holistic.rounding import Chosen, Demotion, rounded, rule
+from lightning_hetero.planners.holistic.segments import arranged
 
 _NEAR = 3e-3  # of the bound: nobody can gain more
 _REPAIRS = 24  # times that something of a start is demoted because it does not fit
@@ -174,7 +175,9 @@ class Search:
         return None
 
     def _plan(self, chosen: Chosen, start: Start, slots: int) -> Plan:
-        blocks = tuple(rule(b, choices) for b, choices in zip(self.relaxation.model.blocks, chosen, strict=True))
+        model = self.relaxation.model
+        rules = {index: rule(model.blocks[index], mine) for index, mine in zip(arranged(model), chosen, strict=True)}
+        blocks = tuple(rules[index] for index in range(len(model.blocks)))
         return Plan(
             name=NAME,
             blocks=blocks,

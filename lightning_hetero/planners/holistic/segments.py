@@ -5,6 +5,11 @@ Blocks of one kind that follow each other form segments. A segment's variables a
 blocks: of each placement (tiers of weights and state, lane of the update), of each policy for each
 operator's output, of each policy for the blocks' inputs. What a share takes is linear in it
 (:func:`.bounds.uses`), so are the bounds of time (:mod:`.bounds`) and those of memory.
+
+Trained parts of frozen blocks would cut every run of equal blocks into single ones. So the
+programme has them behind the blocks whose parts they are (:func:`arranged`). They have nothing but
+updates, and a late block's update is in fewer windows of [Note: Bound] than an early one's, so what
+was a lower bound of every plan still is one.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
+from lightning_hetero.ir.plan import TRAINED
 
 _MOST_CUTS = 2  # from each end of a run of equal blocks
 _MOST_PLACES = 12  # at which a model is cut in two; each adds about thirty rows
@@ -26,8 +32,8 @@ class BlockRun:
     """Blocks of one kind that follow each other; see [Note: Segments].
 
     Attributes:
-        start: Its first block.
-        stop: The block behind its last.
+        start: The place of its first block among the :func:`arranged` ones.
+        stop: The place behind its last.
         block: A block of mean times.
         least: A block of the least forward and transient bytes: what any of them needs at least.
     """
@@ -46,6 +52,22 @@ class BlockRun:
         return _kind(self.block)
 
 
+def arranged(model: ModelProfile) -> tuple[int, ...]:
+    """The model's blocks in the order of the programme.
+
+    Trained parts of frozen blocks come before the next other block that is pinned.
+    """
+    order: list[int] = []
+    parts: list[int] = []
+    for index, block in enumerate(model.blocks):
+        if block.name.endswith(TRAINED):
+            parts.append(index)
+        else:
+            order += [*parts, index] if block.pinned else [index]
+            parts = [] if block.pinned else parts
+    return (*order, *parts)
+
+
 def segments(model: ModelProfile) -> tuple[BlockRun, ...]:
     """Cuts a model into segments of equal blocks, shorter ones towards both ends of the model.
 
@@ -53,9 +75,10 @@ def segments(model: ModelProfile) -> tuple[BlockRun, ...]:
     there the windows of [Note: Bound] are narrow.
     """
     found: list[BlockRun] = []
-    for _, run in groupby(enumerate(model.blocks), key=lambda pair: _kind(pair[1])):
+    blocks = [model.blocks[index] for index in arranged(model)]
+    for _, run in groupby(enumerate(blocks), key=lambda pair: _kind(pair[1])):
         indices = [index for index, _ in run]
-        found += [_segment(model.blocks, indices[a:b]) for a, b in pairwise(_cuts(len(indices)))]
+        found += [_segment(blocks, indices[a:b]) for a, b in pairwise(_cuts(len(indices)))]
     return tuple(found)
 
 

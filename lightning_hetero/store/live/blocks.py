@@ -10,7 +10,7 @@ view made once, so nothing is ever rebound or resized, and everything that holds
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -111,6 +111,7 @@ class Part:
         mirrors: Slots on disk for what lives in memory, in a store that keeps every step.
         mirrored_versions: Sum of the version counters when the mirrors were last written; -1:
             anything may have changed.
+        place: The place of its first parameter among those of the module.
     """
 
     block: Block
@@ -135,6 +136,7 @@ class Part:
     updated: Ticket | None = None
     mirrors: dict[str, Mirror] = field(default_factory=dict)
     mirrored_versions: int = -1
+    place: int = 0
 
     def require_native(self) -> NativePart:
         """The native part.
@@ -199,6 +201,8 @@ class Block:
         resident: The weights are in memory (or on their way, see ``last_write`` of the parts).
         uses: Anchors that are open now; the weights may not leave memory while there is one.
         grads_left: Parameters whose gradient this backward has not accumulated yet.
+        trained: The block of the module's trained parameters, if this one has the frozen rest.
+        rest: The block of the frozen rest, if this one has the trained parameters.
     """
 
     index: int
@@ -209,6 +213,8 @@ class Block:
     uses: int = 0
     grads_left: set[int] = field(default_factory=set)
     early_unsafe: bool = False
+    trained: Block | None = None
+    rest: Block | None = None
 
     @property
     def name(self) -> str:
@@ -233,9 +239,14 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Paramet
     before the optimizers. Parameters that are ``away`` (offloaded by somebody else) get memory that
     they do not use yet.
     """
-    blocks = []
+    blocks: list[Block] = []
+    trained: dict[int, Block] = {}  # by the spec of the rest
     for index, spec in enumerate(specs):
         block = Block(index=index, spec=spec)
+        if spec.rest is not None:
+            trained[id(spec.rest)] = block
+        elif (half := trained.get(id(spec))) is not None:
+            block.trained, half.rest = half, block
         groups: dict[tuple[torch.dtype, bool], list[str]] = {}
         for name, param in spec.params.items():
             groups.setdefault((param.dtype, param.requires_grad), []).append(name)
@@ -245,7 +256,22 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Paramet
     return blocks
 
 
-def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype) -> Part:
+def modules_of(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """The blocks of each module: one, or its trained part and the rest."""
+    for block in blocks:
+        if block.rest is None:
+            yield [block] if block.trained is None else [block.trained, block]
+
+
+def parts_of(blocks: Iterable[Block]) -> list[Part]:
+    """All parts, those of one module in the order of their first parameters.
+
+    So the order does not depend on whether a module's parameters form one block or two.
+    """
+    return [p for own in modules_of(blocks) for p in sorted((p for b in own for p in b.parts), key=lambda part: part.place)]
+
+
+def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int) -> Part:
     """A part with memory of its own, which its parameters do not use yet."""
     offsets, total = [], 0
     for param in params:
@@ -253,7 +279,7 @@ def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: 
         total += round_up(param.numel(), ALIGN_ELEMENTS)
     total = max(total, ALIGN_ELEMENTS)
     arena = Arena(round_up(total * dtype.itemsize, PAGE))
-    return Part(block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena)
+    return Part(block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena, place=place)
 
 
 def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Parameter], bool], copies: bool) -> None:
@@ -269,7 +295,8 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
     """
     parts = []
     for indices in groups:
-        new = _reserve(part.block, [part.names[i] for i in indices], [part.params[i] for i in indices], part.dtype)
+        names, params = [part.names[i] for i in indices], [part.params[i] for i in indices]
+        new = _reserve(part.block, names, params, part.dtype, place=part.place)
         for index, param in enumerate(new.params):
             if moves(param):
                 memory = new.memory(index)
@@ -284,7 +311,7 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
 
 def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]) -> Part:
     params = [block.spec.params[n] for n in names]
-    part = _reserve(block, names, params, dtype)
+    part = _reserve(block, names, params, dtype, place=list(block.spec.order or block.spec.params).index(names[0]))
     with torch.no_grad():
         for i, param in enumerate(params):
             memory = part.memory(i)

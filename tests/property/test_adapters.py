@@ -1,0 +1,182 @@
+"""Adapters of PEFT train as in plain Lightning, bit for bit: random kinds, plans, precisions, and ends of processes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.properties import examples
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import TRAINED, Saved
+from lightning_hetero.optim.reference import MasterWeightOptimizer
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
+import peft
+from support import llama
+from support.models import Outcome, assert_same, outcome, quiet_trainer
+from support.resuming import Ends, EndsAt, after
+
+STEPS = 4
+
+
+def config(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+def two(model: Any) -> Any:
+    wrapped = peft.get_peft_model(model, config())
+    wrapped.add_adapter("other", config(r=1, target_modules=["up_proj"]))
+    wrapped.set_adapter("other")
+    return wrapped
+
+
+def lora(**options: Any) -> Callable[[Any], Any]:
+    return lambda model: peft.get_peft_model(model, config(**options))
+
+
+def scaled(model: Any) -> Any:
+    names = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return peft.get_peft_model(model, peft.IA3Config(**names))
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "lora": lora(),
+    "dropout": lora(lora_dropout=0.3, bias="lora_only"),
+    "dora": lora(use_dora=True),
+    "head": lora(modules_to_save=["lm_head"]),
+    "ia3": scaled,
+    "two": two,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run."""
+
+    kind: str
+    precision: str
+    tied: bool
+    accumulate: int
+    checkpointed: bool
+
+
+class Module(llama.LitLlama):
+    """The model in memory, from one seed."""
+
+    def __init__(self, case: Case, optimizer: Callable[[Any], Any]) -> None:
+        def build() -> Any:
+            torch.manual_seed(3)
+            model = KINDS[case.kind](llama.LlamaForCausalLM(llama.config(tied=case.tied)))
+            if case.checkpointed:
+                model.enable_input_require_grads()
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            return model
+
+        super().__init__(build)
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+
+
+def fit(case: Case, strategy: Any, folder: Path, *, stop: int | None = None, store: Path | None = None) -> Outcome:
+    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    plain_16_bit = strategy == "auto" and case.precision == "bf16-true"
+    module = Module(case, partial(MasterWeightOptimizer, factory=adamw) if plain_16_bit else adamw)
+    torch.manual_seed(11)
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=STEPS, precision=case.precision, accumulate_grad_batches=case.accumulate,
+        default_root_dir=folder, callbacks=[] if stop is None else [EndsAt(stop)],
+    )  # fmt: skip
+    try:
+        trainer.fit(module, llama.batches(), ckpt_path=None if store is None else str(store))
+    except Ends:
+        return Outcome(module.losses, {}, [])
+    return outcome(trainer, module)
+
+
+@st.composite
+def host_plans(draw: st.DrawFn) -> Plan:
+    """Plans whose frozen weights stream, with the adapters' state anywhere."""
+    state, update = draw(
+        st.sampled_from([(t, UpdateLane.CPU) for t in (Tier.HOST, Tier.DISK)] + [(Tier.DEVICE, UpdateLane.DEVICE)])
+    )
+    rows = [BlockPlan(name=f"*{TRAINED}", state=state, update=update, weights=Tier.HOST)]
+    if draw(st.booleans()):
+        rows.append(BlockPlan(name="*.layers.1"))
+    rows.append(BlockPlan(name="*", weights=Tier.DISK, state=draw(st.sampled_from([Tier.HOST, Tier.DISK]))))
+    depths = {"prefetch_depth": draw(st.integers(1, 2)), "gradient_depth": draw(st.integers(1, 3))}
+    cache = draw(st.sampled_from([1, None]))  # 1: room for one block
+    return Plan(name="random", blocks=tuple(rows), priority=draw(st.booleans()), host_cache_bytes=cache, **depths)
+
+
+@st.composite
+def device_plans(draw: st.DrawFn) -> Plan:
+    places = [
+        (Tier.DEVICE, UpdateLane.DEVICE),
+        (Tier.HOST, UpdateLane.DEVICE),
+        (Tier.HOST, UpdateLane.CPU),
+        (Tier.DISK, UpdateLane.CPU),
+    ]
+    state, update = draw(st.sampled_from(places))
+    rows = (
+        BlockPlan(name=f"*{TRAINED}", weights=Tier.DEVICE, state=state, update=update),
+        BlockPlan(
+            name="*", weights=draw(st.sampled_from([Tier.HOST, Tier.DISK])),
+            saved=draw(st.sampled_from([*Saved])), boundary=draw(st.sampled_from([Saved.KEEP, Saved.SWAP_HOST])),
+        ),
+    )  # fmt: skip
+    return Plan(name="random", blocks=rows, prefetch_depth=draw(st.integers(1, 2)), priority=draw(st.booleans()))
+
+
+CASES = st.builds(
+    Case,
+    kind=st.sampled_from([*KINDS]),
+    precision=st.sampled_from(["32-true", "bf16-mixed", "bf16-true"]),
+    tied=st.booleans(),
+    accumulate=st.sampled_from([1, 1, 2]),
+    checkpointed=st.booleans(),
+)
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+
+
+@examples(6)
+@given(case=CASES, plan=host_plans())
+def test_plans_do_not_change_a_bit(case: Case, plan: Plan) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = HeteroOffloadStrategy(plan)
+        assert_same(fit(case, strategy, Path(folder)), fit(case, "auto", Path(folder)))
+
+
+@examples(6)
+@given(case=CASES, plan=device_plans(), seed=st.none() | st.integers(0, 99))
+def test_plans_do_not_change_a_bit_on_a_device(case: Case, plan: Plan, seed: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = HeteroOffloadStrategy(plan, device=EmulatedDevice(memory="8MiB", seed=seed))
+        assert_same(fit(case, strategy, Path(folder)), fit(case, "auto", Path(folder)))
+
+
+@examples(4)
+@given(case=CASES, plan=host_plans(), stop=st.integers(1, STEPS - 1))
+def test_a_run_that_ended_goes_on(case: Case, plan: Plan, stop: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        expected = fit(case, "auto", Path(folder))
+        fit(case, HeteroOffloadStrategy(plan, disk_path=store), Path(folder), stop=stop)
+        got = fit(case, HeteroOffloadStrategy(plan, disk_path=store), Path(folder), store=store)
+        assert_same(got, after(expected, len(got.losses)))
