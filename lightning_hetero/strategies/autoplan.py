@@ -49,7 +49,7 @@ from lightning_hetero.profiling.model import BatchProfiler, check_activations, m
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
-from lightning_hetero.strategies.planning import iteration_s, machine_of, refined, scaled, search, with_prediction
+from lightning_hetero.strategies.planning import FitPlanning, scaled
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches: the fewest whose median ignores one outlier
@@ -255,7 +255,7 @@ class Autoplan:
         """The plan to continue with after :meth:`demoted`, predicted if the model was profiled."""
         if self.model is None or self.machine is None:
             return plan
-        return with_prediction(session, plan, self.model, self.machine, micro_batches=self._micro_batches)
+        return self._planning(session, self.model).with_prediction(plan, self.machine)
 
     def _keep_clear(self, error: BaseException, memory_bytes: int) -> None:
         unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
@@ -295,7 +295,7 @@ class Autoplan:
         if basis is None or expected is None or abs(measured - expected) < _LEAST_S or not _differs(measured, expected, _REFINE):
             return
         plan, model, machine = basis
-        found = refined(session, model, plan, machine, micro_batches=self._micro_batches, step_s=measured)
+        found = self._planning(session, model).refined(plan, machine, step_s=measured)
         if found is None:
             return
         scale, self._held = found
@@ -359,9 +359,12 @@ class Autoplan:
         self.stage = Stage.RUN
         return plan
 
+    def _planning(self, session: Session, model: ModelProfile) -> FitPlanning:
+        return FitPlanning(session, model, self._micro_batches)
+
     def _search(self, session: Session, model: ModelProfile) -> Plan:
         """The planner's plan. If it finds none, a lesser plan stays in force."""
-        again = self._is_machine_wrong(session, model)
+        planning, again = self._planning(session, model), self._is_machine_wrong(session, model)
         if again:
             self._scale, self._may_measure = 1.0, False
         needs_disk = session.on_disk or session.device_memory is not None or self.planner != "holistic"
@@ -373,9 +376,7 @@ class Autoplan:
                 return self._unmeasured(session, model, error)
             log.info("searching a plan with %r.", self.planner)
             try:
-                plan, self.machine = search(
-                    session, model, hardware, planner=self.planner, micro_batches=self._micro_batches, short_bytes=self._short_bytes
-                )
+                plan, self.machine = planning.search(hardware, planner=self.planner, short_bytes=self._short_bytes)
                 break
             except PlanError as error:
                 if not disk:
@@ -383,8 +384,8 @@ class Autoplan:
                 if not self._is_lesser:
                     raise
                 log.warning("Training goes on with the plan that fits the device by what it has given up: %s", error)
-                self.machine = machine_of(session, model, hardware, micro_batches=self._micro_batches)
-                return with_prediction(session, session.running.plan, model, self.machine, micro_batches=self._micro_batches)
+                self.machine = planning.machine(hardware)
+                return planning.with_prediction(session.running.plan, self.machine)
         self._from_profile, self._is_lesser = True, False
         held, self._held = self._held, None
         if held is not None and held.predicted is not None and plan.predicted is not None:
@@ -418,7 +419,7 @@ class Autoplan:
             return False
         plan, _, machine = basis
         try:
-            expected_s = iteration_s(session, model, plan, machine, micro_batches=self._micro_batches)
+            expected_s = self._planning(session, model).iteration_s(plan, machine)
         except PlanError:
             return True
         return _differs(doubted_s, expected_s, drift)

@@ -27,139 +27,201 @@ _SPARE = 0.9  # the fraction of the machine's free memory that plans may use
 _MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, in either direction; steps of the bisection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loop:
-    """How the training loop runs a plan."""
+@dataclass(frozen=True, slots=True)
+class FitPlanning:
+    """Plans for the fit of a session, as its training loop runs them.
 
-    deferred: bool = False  # updates wait for all gradients
-    speculates: bool = False  # revocable updates are tried before all gradients are known
-    accumulates: bool = False  # gradients stay in memory for several batches
-    micro_batches: int = 1  # per optimizer step
+    A ``machine`` is one that :meth:`machine` has returned.
+    """
+
+    session: Session
+    model: ModelProfile  # as measured
+    micro_batches: int  # per optimizer step
 
     @property
-    def updates(self) -> Updates:
+    def _updates(self) -> Updates:
         """When gradients leave memory: during backward, or all at once."""
-        return Updates.AFTER_VERDICT if self.deferred or self.accumulates else Updates.IN_BACKWARD
+        rules = self.session.rules
+        return Updates.AFTER_VERDICT if rules.deferred or rules.accumulates else Updates.IN_BACKWARD
 
+    def search(self, hardware: HardwareProfile, *, planner: str, short_bytes: int) -> tuple[Plan, HardwareProfile]:
+        """Finds a plan that fits both the planner's account of memory and the session's.
 
-def search(
-    session: Session,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    planner: str,
-    micro_batches: int,
-    short_bytes: int,
-) -> tuple[Plan, HardwareProfile]:
-    """Finds a plan that fits both the planner's account of memory and the session's.
+        Args:
+            hardware: As for :meth:`machine`.
+            planner: A name in ``PLANNERS``.
+            short_bytes: Device memory to leave free.
 
-    Args:
-        session: The session that is to run the plan.
-        model: Its model, as measured.
-        hardware: The whole machine, including what other processes use.
-        planner: A name in ``PLANNERS``.
-        micro_batches: Batches per optimizer step.
-        short_bytes: Device memory to leave free.
+        Returns:
+            The plan, and the machine that it was made for.
 
-    Returns:
-        The plan, and the machine that it was made for, with the capacities that training may use.
-
-    Raises:
-        PlanError: No plan fits.
-        ConfigError: The planner needs a package that is not installed.
-    """
-    loop = _loop(session, micro_batches)
-    machine = room = machine_of(session, model, hardware, micro_batches=micro_batches, short_bytes=short_bytes)
-    refusal: HeteroError | None = None
-    for _ in range(_ATTEMPTS):
-        try:
-            plan = _planned(session, model, room, loop, planner)
-        except ImportError as error:
-            raise ConfigError(
-                f"planner {planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
-                f'{error.name}`, or pass plan="host" or plan="disk".'
-            ) from error
-        try:
-            fitting = session.fitting(plan)
-            if fitting.blocks != plan.blocks and session.device_memory is not None:
-                plan = replace(fitting, predicted=None)  # the prediction was for another plan
-            plan = _in_loop(plan, model, machine, loop)
-            session.check(plan)
-            return plan, machine
-        except OutOfMemoryBudgetError as error:
-            on_device = error.tier == "device"
-            refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
-        except PlanError as error:  # it does not fit as this loop runs it, for instance with all gradients at once
-            refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
-        if short <= 0:
-            break
-        tier = _CAPACITIES["device" if on_device else "host"]
-        room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
-    raise PlanError(f"no plan of {planner!r} can run here: {refusal}", tier="host") from refusal
-
-
-def with_prediction(session: Session, plan: Plan, model: ModelProfile, machine: HardwareProfile, *, micro_batches: int) -> Plan:
-    """A plan that already runs, with its prediction; arguments as for :func:`refined`.
-
-    If the plan does not fit by the planner's account, it is predicted for a machine with more
-    memory.
-    """
-    for _ in range(_ATTEMPTS):
-        try:
-            return _in_loop(replace(plan, predicted=None), model, machine, _loop(session, micro_batches))
-        except PlanError as error:
-            if error.shortfall_bytes <= 0 or error.tier not in _CAPACITIES:
+        Raises:
+            PlanError: No plan fits.
+            ConfigError: The planner needs a package that is not installed.
+        """
+        session = self.session
+        machine = room = self.machine(hardware, short_bytes=short_bytes)
+        refusal: HeteroError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                plan = self._planned(room, planner)
+            except ImportError as error:
+                raise ConfigError(
+                    f"planner {planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
+                    f'{error.name}`, or pass plan="host" or plan="disk".'
+                ) from error
+            try:
+                fitting = session.fitting(plan)
+                if fitting.blocks != plan.blocks and session.device_memory is not None:
+                    plan = replace(fitting, predicted=None)  # the prediction was for another plan
+                plan = self._predicted(plan, machine)
+                session.check(plan)
+                return plan, machine
+            except OutOfMemoryBudgetError as error:
+                on_device = error.tier == "device"
+                refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
+            except PlanError as error:  # it does not fit as this loop runs it, for instance with all gradients at once
+                refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
+            if short <= 0:
                 break
-            key = _CAPACITIES[error.tier]
-            machine = replace(machine, **{key: getattr(machine, key) + error.shortfall_bytes})
-    return plan
+            tier = _CAPACITIES["device" if on_device else "host"]
+            room = replace(room, **{tier: max(1, getattr(room, tier) - short)})
+        raise PlanError(f"no plan of {planner!r} can run here: {refusal}", tier="host") from refusal
 
+    def with_prediction(self, plan: Plan, machine: HardwareProfile) -> Plan:
+        """A plan that already runs, with its prediction.
 
-def refined(
-    session: Session, model: ModelProfile, plan: Plan, machine: HardwareProfile, *, micro_batches: int, step_s: float
-) -> tuple[float, Plan] | None:
-    """Finds the factor of all rates except compute's that explains the measured time of a step.
+        If the plan does not fit by the planner's account, it is predicted for a machine with more
+        memory.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._predicted(replace(plan, predicted=None), machine)
+            except PlanError as error:
+                if error.shortfall_bytes <= 0 or error.tier not in _CAPACITIES:
+                    break
+                key = _CAPACITIES[error.tier]
+                machine = replace(machine, **{key: getattr(machine, key) + error.shortfall_bytes})
+        return plan
 
-    Compute was timed in this model's own batches, the other rates by micro-benchmarks. So the
-    latter are taken to be wrong.
+    def refined(self, plan: Plan, machine: HardwareProfile, *, step_s: float) -> tuple[float, Plan] | None:
+        """Finds the factor of all rates except compute's that explains the measured time of a step.
 
-    Args:
-        session: The session that runs the plan.
-        model: Its model, as measured.
-        plan: The plan in force.
-        machine: The machine that the plan was made for, as :func:`search` returns it.
-        micro_batches: Batches per optimizer step.
-        step_s: Measured seconds of a step.
+        Compute was timed in this model's own batches, the other rates by micro-benchmarks. So the
+        latter are taken to be wrong.
 
-    Returns:
-        The factor, and the plan with its prediction for such rates. ``None`` if no factor between
-        1/64 and 64 explains the time.
-    """
+        Args:
+            plan: The plan in force.
+            machine: The machine that the plan was made for.
+            step_s: Measured seconds of a step.
 
-    def predicted_s(scale: float) -> float:
-        return iteration_s(session, model, plan, scaled(machine, scale), micro_batches=micro_batches)
+        Returns:
+            The factor, and the plan with its prediction for such rates. ``None`` if no factor
+            between 1/64 and 64 explains the time.
+        """
 
-    try:
-        low, high = 1 / _MOST_SCALE, _MOST_SCALE
-        if not predicted_s(high) <= step_s <= predicted_s(low):
+        def predicted_s(scale: float) -> float:
+            return self.iteration_s(plan, scaled(machine, scale))
+
+        try:
+            low, high = 1 / _MOST_SCALE, _MOST_SCALE
+            if not predicted_s(high) <= step_s <= predicted_s(low):
+                return None
+            for _ in range(_SCALE_STEPS):
+                middle = (low * high) ** 0.5
+                low, high = (low, middle) if predicted_s(middle) < step_s else (middle, high)
+            scale = (low * high) ** 0.5
+            return scale, self._predicted(replace(plan, predicted=None), scaled(machine, scale))
+        except PlanError:  # it fits by the session's account, but not by the planner's
             return None
-        for _ in range(_SCALE_STEPS):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if predicted_s(middle) < step_s else (middle, high)
-        scale = (low * high) ** 0.5
-        return scale, _in_loop(replace(plan, predicted=None), model, scaled(machine, scale), _loop(session, micro_batches))
-    except PlanError:  # it fits by the session's account, but not by the planner's
-        return None
 
+    def iteration_s(self, plan: Plan, machine: HardwareProfile) -> float:
+        """Predicted seconds of a step under a plan.
 
-def iteration_s(session: Session, model: ModelProfile, plan: Plan, machine: HardwareProfile, *, micro_batches: int) -> float:
-    """Predicted seconds of a step under a plan, as the session's training loop runs it.
+        Raises:
+            PlanError: It does not fit the machine.
+        """
+        plan = fitted(plan, self.model.shape(), device=not machine.shared_memory)
+        return self._prediction(plan, machine).iteration_s
 
-    Raises:
-        PlanError: It does not fit the machine.
-    """
-    plan = fitted(plan, model.shape(), device=not machine.shared_memory)
-    return _prediction(plan, model, machine, _loop(session, micro_batches)).iteration_s
+    def machine(self, hardware: HardwareProfile, *, short_bytes: int = 0) -> HardwareProfile:
+        """The machine with the capacities that training may use, and the speed of this model.
+
+        Args:
+            hardware: The whole machine, including what other processes use.
+            short_bytes: Device memory to leave free.
+        """
+        session, model = self.session, self.model
+        spare = _SPARE if session.options.host_memory is None else 1
+        memory = int(spare * session.host_memory()) + self._on_top()
+        disk = hardware.disk_capacity_bytes
+        if session.options.disk_capacity is not None:
+            disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
+        disk = max(1, disk - session.disk_overhead_bytes) if disk else 0
+        compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
+        flop = 3 * sum(b.forward_flop for b in model.blocks)
+        speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
+        hardware = replace(
+            hardware,
+            host_memory_bytes=memory,
+            device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
+            disk_capacity_bytes=disk,
+            device_flop_per_s=speed,
+            source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
+        )
+        if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
+            hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+        return hardware
+
+    def _on_top(self) -> int:
+        """Bytes that planners count beyond the session's budget.
+
+        These are the process itself, rounding, and activations if the user gave a budget. The
+        accounts are compared for all plans that both know, and the largest difference counts: the
+        session decides.
+        """
+        shape, shared = self.model.shape(), self.session.device_memory is None
+        plans = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())]
+        differences = []
+        for plan in (fitted(p, shape, device=not shared) for p in plans):
+            needs = needs_of(plan, self.model, shared_memory=shared, updates=self._updates)
+            planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
+            differences.append(planners - self.session.needed_bytes(plan))
+        return max(differences)
+
+    def _planned(self, room: HardwareProfile, planner: str) -> Plan:
+        """The planner's plan; only of activations if an optimizer runs its own code on a device."""
+        if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in self.session.bindings):
+            return PLANNERS[planner](self.model, room, updates=self._updates)
+        try:
+            return PLANNERS["resident"](self.model, room, updates=self._updates)
+        except PlanError:
+            return PLANNERS["full_recompute"](self.model, room, updates=self._updates)
+
+    def _predicted(self, plan: Plan, machine: HardwareProfile) -> Plan:
+        """The plan with its prediction for this training loop, or a PlanError."""
+        rules = self.session.rules
+        is_plain = self.micro_batches == 1 and not (rules.deferred or rules.speculates or rules.accumulates)
+        if plan.predicted is not None and is_plain:
+            return plan
+        plan = fitted(plan, self.model.shape(), device=not machine.shared_memory)
+        return replace(plan, predicted=self._prediction(plan, machine))
+
+    def _prediction(self, plan: Plan, machine: HardwareProfile) -> Prediction:
+        rules = self.session.rules
+        if rules.speculates:  # most tried updates stay; if there is no memory for trying, none is tried
+            with suppress(PlanError):
+                return self._simulated(plan, machine, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
+        waits = Updates.AFTER_VERDICT if rules.deferred else Updates.IN_BACKWARD
+        return self._simulated(plan, machine, waits, room_for=self._updates)
+
+    def _simulated(self, plan: Plan, machine: HardwareProfile, updates: Updates, *, room_for: Updates) -> Prediction:
+        shape = self.model.shape()
+        space = cache_sizes(plan, self.model, machine, updates=room_for)
+        last = StepSignature(order=tuple(range(len(shape.blocks))), training=True, updates=updates)
+        batches = (*(replace(last, updates=Updates.NONE) for _ in range(self.micro_batches - 1)), last)
+        schedules = steady(plan, shape, batches, sizes=space)
+        return simulate(schedules, plan, self.model, machine, sizes=space).prediction
 
 
 def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
@@ -171,95 +233,3 @@ def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
     note = f"; times {scale:.2f}, by what steps took"
     source = {**machine.source, **{key: machine.source.get(key, "") + note for key in keys}} if scale != 1 else machine.source
     return replace(machine, **{key: getattr(machine, key) * scale for key in keys}, source=source)
-
-
-def _loop(session: Session, micro_batches: int) -> _Loop:
-    rules = session.rules
-    return _Loop(
-        deferred=bool(rules.deferred), accumulates=rules.accumulates, micro_batches=micro_batches, speculates=rules.speculates
-    )
-
-
-def machine_of(
-    session: Session, model: ModelProfile, hardware: HardwareProfile, *, micro_batches: int, short_bytes: int = 0
-) -> HardwareProfile:
-    """The machine with the capacities that training may use and the speed that this model reaches.
-
-    Arguments as for :func:`search`.
-    """
-    loop = _loop(session, micro_batches)
-    spare = _SPARE if session.options.host_memory is None else 1
-    memory = int(spare * session.host_memory()) + _on_top(session, model, loop)
-    disk = hardware.disk_capacity_bytes
-    if session.options.disk_capacity is not None:
-        disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
-    disk = max(1, disk - session.disk_overhead_bytes) if disk else 0
-    compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
-    flop = 3 * sum(b.forward_flop for b in model.blocks)
-    speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
-    hardware = replace(
-        hardware,
-        host_memory_bytes=memory,
-        device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
-        disk_capacity_bytes=disk,
-        device_flop_per_s=speed,
-        source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
-    )
-    if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
-        hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
-    return hardware
-
-
-def _on_top(session: Session, model: ModelProfile, loop: _Loop) -> int:
-    """Bytes that planners count beyond the session's budget.
-
-    These are the process itself, rounding, and activations if the user gave a budget. The accounts
-    are compared for all plans that both know, and the largest difference counts: the session
-    decides.
-    """
-    shared = session.device_memory is None
-    plans = [session.running.plan, *(make(model.shape()) for make in BUILTIN_PLANS.values())]
-    differences = []
-    for plan in (fitted(p, model.shape(), device=not shared) for p in plans):
-        needs = needs_of(plan, model, shared_memory=shared, updates=loop.updates)
-        planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
-        differences.append(planners - session.needed_bytes(plan))
-    return max(differences)
-
-
-def _planned(session: Session, model: ModelProfile, room: HardwareProfile, loop: _Loop, planner: str) -> Plan:
-    """The planner's plan; only of activations, if an optimizer runs its own code on a device."""
-    if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in session.bindings):
-        return PLANNERS[planner](model, room, updates=loop.updates)
-    try:
-        return PLANNERS["resident"](model, room, updates=loop.updates)
-    except PlanError:
-        return PLANNERS["full_recompute"](model, room, updates=loop.updates)
-
-
-def _in_loop(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Plan:
-    """The plan with its prediction for this training loop, or a PlanError."""
-    if plan.predicted is not None and loop == _Loop():
-        return plan
-    plan = fitted(plan, model.shape(), device=not machine.shared_memory)
-    return replace(plan, predicted=_prediction(plan, model, machine, loop))
-
-
-def _prediction(plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop) -> Prediction:
-    if loop.speculates:  # most tried updates stay; if there is no memory for trying, none is tried
-        with suppress(PlanError):
-            return _simulated(plan, model, machine, loop, Updates.SPECULATIVE, room_for=Updates.SPECULATIVE)
-    waits = Updates.AFTER_VERDICT if loop.deferred else Updates.IN_BACKWARD
-    return _simulated(plan, model, machine, loop, waits, room_for=loop.updates)
-
-
-def _simulated(
-    plan: Plan, model: ModelProfile, machine: HardwareProfile, loop: _Loop, updates: Updates, *, room_for: Updates
-) -> Prediction:
-    shape = model.shape()
-    space = cache_sizes(plan, model, machine, updates=room_for)
-    order = tuple(range(len(shape.blocks)))
-    last = StepSignature(order=order, training=True, updates=updates)
-    batches = (*(replace(last, updates=Updates.NONE) for _ in range(loop.micro_batches - 1)), last)
-    schedules = steady(plan, shape, batches, sizes=space)
-    return simulate(schedules, plan, model, machine, sizes=space).prediction

@@ -19,7 +19,7 @@ from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
 from lightning_hetero.strategies.machine_profile import Machine
-from lightning_hetero.strategies.planning import iteration_s, refined, scaled
+from lightning_hetero.strategies.planning import FitPlanning, scaled
 
 GIB = 2**30
 PROFILED = [Stage.RECORD, Stage.TIME, Stage.TIME, Stage.TIME]
@@ -67,16 +67,16 @@ class Driver:
         self.made = 0
         self.stages: list[Stage] = []
 
-        def search(*profiles: Any, **options: Any) -> tuple[Plan, Any]:
-            self.given.append(profiles[2])
+        def search(_: FitPlanning, hardware: HardwareProfile, **options: Any) -> tuple[Plan, Any]:
+            self.given.append(hardware)
             if not self.memory_suffices and not self.asked[-1]["disk"]:
                 raise PlanError("too little memory", tier="host")
             self.made += 1
-            return plans[min(self.made, len(plans)) - 1], profiles[2]
+            return plans[min(self.made, len(plans)) - 1], hardware
 
-        monkeypatch.setattr("lightning_hetero.strategies.autoplan.search", search)
-        monkeypatch.setattr("lightning_hetero.strategies.autoplan.refined", lambda *a, **k: self.explains)
-        monkeypatch.setattr("lightning_hetero.strategies.autoplan.iteration_s", lambda *a, **k: self.again_s)
+        monkeypatch.setattr(FitPlanning, "search", search)
+        monkeypatch.setattr(FitPlanning, "refined", lambda *a, **k: self.explains)
+        monkeypatch.setattr(FitPlanning, "iteration_s", lambda *a, **k: self.again_s)
         monkeypatch.setattr(self.auto, "_profile", lambda session: SimpleNamespace(tokens=self.tokens))
         profiler = SimpleNamespace(start=lambda: None, stop=lambda: object())
         monkeypatch.setattr("lightning_hetero.strategies.autoplan.BatchProfiler", lambda *a, **k: profiler)
@@ -297,9 +297,10 @@ def test_after_a_lack_of_device_memory_batches_are_recorded_again(monkeypatch: p
     assert driver.made == 2
 
 
-def _loops() -> Any:
-    """What predictions need to know of a session: how its training loop runs."""
-    return SimpleNamespace(rules=StepRules())
+def planning_for(model: ModelProfile) -> FitPlanning:
+    """Predictions need to know one thing of a session: how its training loop runs."""
+    session: Any = SimpleNamespace(rules=StepRules())
+    return FitPlanning(session, model, 1)
 
 
 @pytest.mark.parametrize("scale", [0.05, 0.4, 1.0, 2.5, 30.0])
@@ -321,13 +322,14 @@ def test_rates_are_corrected_to_step_times(name: str, scale: float) -> None:
     )
     model = ModelProfile(name="m", tokens=100, compute_itemsize=4, constant_device_bytes=0, constant_host_bytes=0, blocks=blocks)
     plan = BUILTIN_PLANS[name](model.shape())
-    step_s = iteration_s(_loops(), model, plan, scaled(HARDWARE, scale), micro_batches=1)
-    found = refined(_loops(), model, plan, HARDWARE, micro_batches=1, step_s=step_s)
+    planning = planning_for(model)
+    step_s = planning.iteration_s(plan, scaled(HARDWARE, scale))
+    found = planning.refined(plan, HARDWARE, step_s=step_s)
     assert found is not None
     assert found[0] == pytest.approx(scale, rel=0.01)
     assert found[1].predicted is not None
     assert found[1].predicted.iteration_s == pytest.approx(step_s, rel=0.01)
-    assert refined(_loops(), model, plan, HARDWARE, micro_batches=1, step_s=1e-3) is None, "less than compute alone"
+    assert planning.refined(plan, HARDWARE, step_s=1e-3) is None, "less than compute alone"
 
 
 def test_a_given_profile_that_steps_contradict_stays_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
