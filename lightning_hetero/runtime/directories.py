@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -28,23 +29,19 @@ _FEWER_SWAPS = "swap fewer activations to the disk"
 _SWAPS_OF_BLOCK = 4  # most files of activations that a block has at the same time
 
 
+@dataclass(eq=False, repr=False)
 class Directories:
-    """The directories of one run.
+    """The directories of one run."""
 
-    Attributes:
-        default_root: Where files go by default.
-        disk_bytes: Bytes of the store under the plan in force, with commit rings and manifests.
-        overhead_bytes: Bytes of its commit rings and manifests.
-        ring: ``num_blocks`` and ``user_bytes`` of the commit ring.
-    """
-
-    def __init__(self, root: nn.Module, blocks: list[Block], options: SessionOptions) -> None:
-        self.default_root = Path()
-        self.disk_bytes = 0
-        self.overhead_bytes = self._open_files = 0
-        self.ring: dict[str, int] = {}
-        self._root, self._blocks, self._options = root, blocks, options
-        self._swaps: SwapFiles | None = None
+    root: nn.Module
+    blocks: list[Block]
+    options: SessionOptions
+    default_root: Path = Path()  # where files go by default
+    disk_bytes: int = 0  # of the store under the plan in force, with commit rings and manifests
+    overhead_bytes: int = 0  # of its commit rings and manifests
+    ring: dict[str, int] = field(default_factory=dict)  # ``num_blocks`` and ``user_bytes`` of the commit ring
+    _open_files: int = 0
+    _swaps: SwapFiles | None = None
 
     def of_blocks(
         self, placement: Placement, *, trains: bool, kept: bool, layout: dict[str, object] | None = None, resume: bool = False
@@ -66,10 +63,10 @@ class Directories:
         if not placement.uses_disk and not kept:
             return None
         # Only the model: plan, optimizer and frozen parameters may differ the next time.
-        rows = [{"block": own[-1].name, "params": {n: _row(p) for n, p in _params(own)}} for own in modules_of(self._blocks)]
-        manifest: dict[str, object] = {"model": type(self._root).__name__, "blocks": rows}
+        rows = [{"block": own[-1].name, "params": {n: _row(p) for n, p in _params(own)}} for own in modules_of(self.blocks)]
+        manifest: dict[str, object] = {"model": type(self.root).__name__, "blocks": rows}
         make_room(self._open_files)
-        path = self._options.disk_path if trains else self._scratch_path()
+        path = self.options.disk_path if trains else self._scratch_path()
         needed, remedy = self.disk_bytes + placement.later_bytes, _remedy(placement, kept=kept)
         return self._make(path, manifest, needed, layout=layout, resume=resume, remedy=remedy)
 
@@ -88,20 +85,20 @@ class Directories:
         make_room(self._open_files - store.files.num_open)
         states = 0 if store.files.states is None else store.files.states.num_bytes
         limits = DiskLimits(
-            needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self._options.disk_capacity,
+            needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self.options.disk_capacity,
             allow_tmpfs=True, allow_rotational=True, remedy=_remedy(placement, kept=kept),
         )  # fmt: skip  # the directory is in use already
         store.files.directory.check_room(limits)
 
     def _note(self, placement: Placement, *, kept: bool) -> None:
-        parts = [part for block in self._blocks for part in block.parts]
+        parts = [part for block in self.blocks for part in block.parts]
         files = list(placement.geometries.values())
         if kept:  # files for what the plan keeps in memory
             files += [mirror for part in parts for mirror in mirror_files(part, placement.geometries.get(part))]
-        every = self._options.keep_every if kept else 0
+        every = self.options.keep_every if kept else 0
         slots, rings = num_slots(every), 1 + min(every, 2)
         sizes = [file_bytes(g) for g in files]
-        swaps = _SWAPS_OF_BLOCK * len(self._blocks) if placement.swaps_to_disk else 0
+        swaps = _SWAPS_OF_BLOCK * len(self.blocks) if placement.swaps_to_disk else 0
         self._open_files = 2 * (sum(size > 0 for size in sizes) + placement.num_blobs + swaps)
         in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # with a page for the file system
         # A pin has its own ring and manifest. A new one is whole before the old one goes.
@@ -109,15 +106,15 @@ class Directories:
         self.disk_bytes = in_files + self.overhead_bytes if placement.uses_disk or kept else 0
 
     def _manifest_bytes(self) -> int:
-        rows = [[*b.spec.params, *map(_row, b.spec.params.values())] for b in self._blocks]
-        return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self._blocks) + 4 * _PAGE  # names are there twice
+        rows = [[*b.spec.params, *map(_row, b.spec.params.values())] for b in self.blocks]
+        return 2 * len(json.dumps(rows, indent=1)) + 256 * len(self.blocks) + 4 * _PAGE  # names are there twice
 
     def of_swaps(self, store: TierStore, placement: Placement) -> SwapFiles | None:
         """Files for activations on disk, in a directory of their own: no commit names them."""
         if placement.swaps_to_disk and self._swaps is None:
             directory = store.files.directory
-            path = directory.path / "activations" if self._options.disk_path is not None and directory is not None else None
-            manifest: dict[str, object] = {"model": type(self._root).__name__, "holds": "activations"}
+            path = directory.path / "activations" if self.options.disk_path is not None and directory is not None else None
+            manifest: dict[str, object] = {"model": type(self.root).__name__, "holds": "activations"}
             self._swaps = SwapFiles(store.engine, self._make(path, manifest, placement.swapped_bytes, remedy=_FEWER_SWAPS))
         return self._swaps
 
@@ -135,14 +132,14 @@ class Directories:
 
     def beside_bytes(self) -> float:
         """Bytes that ``disk_capacity`` allows beside the files of the plan in force."""
-        capacity = self._options.disk_capacity
+        capacity = self.options.disk_capacity
         return math.inf if capacity is None else capacity - self.disk_bytes
 
     def disk_root(self, store: TierStore | None) -> Path:
         """An existing directory on the disk where files are or would be."""
         if store is not None and store.files.directory is not None:
             return store.files.directory.path
-        wanted = (self._options.disk_path or self.default_root).expanduser().absolute()
+        wanted = (self.options.disk_path or self.default_root).expanduser().absolute()
         return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
     def _make(
@@ -158,12 +155,12 @@ class Directories:
         self.default_root.mkdir(parents=True, exist_ok=True)
         return StoreDirectory.create_or_adopt(
             path, default_root=self.default_root, manifest=manifest, needed_bytes=needed_bytes,
-            capacity_bytes=self._options.disk_capacity, allow_tmpfs=self._options.allow_tmpfs,
-            allow_rotational=self._options.allow_rotational, remedy=remedy, layout=layout, resume=resume,
+            capacity_bytes=self.options.disk_capacity, allow_tmpfs=self.options.allow_tmpfs,
+            allow_rotational=self.options.allow_rotational, remedy=remedy, layout=layout, resume=resume,
         )  # fmt: skip
 
     def _scratch_path(self) -> Path | None:
-        path = self._options.disk_path
+        path = self.options.disk_path
         return None if path is not None and (path / MANIFEST).exists() else path
 
 

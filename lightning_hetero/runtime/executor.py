@@ -139,8 +139,7 @@ class Executor:
         schedule = self._schedule_for(training, last)
         self._step = None
         if schedule is not None:
-            serial = self.batch.serial
-            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, serial=serial)
+            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
         self.updater.begin_step()
         if training:
             self._room.forward_begins()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from lightning_hetero._native import Ticket, TicketTimes
@@ -29,6 +29,8 @@ from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.runtime.lanes import All, EngineOp, Event, Lanes, Moment, OpEvent
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.queue import host_moment
+
+_KEPT_STEPS = 16  # whose spans are kept
 
 
 @runtime_checkable
@@ -62,33 +64,25 @@ class _Stay:
     after: tuple[str, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
-    """Collects spans while ``enabled``.
+    """Collects spans while ``enabled``."""
 
-    Attributes:
-        waited_s: Seconds that compute has spent in the runtime since the start; counted even while
-            disabled.
-        now: Gives the moment that compute has come to. Takes a name for profilers.
-        settle: Called before a wait. There a profiler lets compute catch up with the host, so that
-            this time is not part of the wait.
-        needs: The names of the ops that compute waits for now.
-    """
-
-    def __init__(self, *, enabled: bool, steps: int = 16) -> None:
-        self.enabled = enabled
-        self.step = 0
-        self.waited_s = 0.0
-        self.now: Callable[[str], Moment] = host_moment
-        self.settle: Callable[[], object] = float
-        self.needs: tuple[str, ...] = ()
-        self._blocks: tuple[str, ...] = ()
-        self._keep = steps
-        self._spans: list[Span] = []
-        self._watched: list[_Watched] = []
-        self._stays: deque[_Stay] = deque()
-        self._order = 0
-        self._last_order = 0  # of the step that has just ended
-        self._late = False
+    enabled: bool
+    step: int = 0
+    waited_s: float = 0.0  # that compute has spent in the runtime since the start; counted even while disabled
+    now: Callable[[str], Moment] = host_moment  # gives the moment that compute has come to; takes a name for profilers
+    # Called before a wait. There a profiler lets compute catch up with the host, so that this time
+    # is not part of the wait.
+    settle: Callable[[], object] = float
+    needs: tuple[str, ...] = ()  # the names of the ops that compute waits for now
+    _blocks: tuple[str, ...] = ()
+    _spans: list[Span] = field(default_factory=list)
+    _watched: list[_Watched] = field(default_factory=list)
+    _stays: deque[_Stay] = field(default_factory=deque)
+    _order: int = 0
+    _last_order: int = 0  # of the step that has just ended
+    _late: bool = False
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -170,7 +164,7 @@ class Recorder:
         if not self.enabled:
             return
         self._collect()
-        oldest = self.step - self._keep
+        oldest = self.step - _KEPT_STEPS
         self._spans = [s for s in self._spans if s.step >= oldest]
 
     def trace(self) -> Trace:

@@ -17,6 +17,7 @@ Only edges order ops: :class:`Step` turns ``after`` and ``carried`` into events 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule
 from lightning_hetero.runtime.handlers import Handlers, Key
@@ -26,31 +27,19 @@ from lightning_hetero.runtime.recorder import Recorder
 _END = (OpKind.MIRROR, OpKind.COMMIT)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Step:
-    """One batch on its way through a schedule.
+    """One batch on its way through a schedule."""
 
-    Args:
-        schedule: The schedule. The verdict may change to another one that is the same until then.
-        recorder: Is told the ops that compute waits for.
-        before: The latest op of each kind and block, of earlier steps.
-        serial: Compute waits for each op to end.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        handlers: Handlers,
-        lanes: Lanes,
-        recorder: Recorder,
-        before: Mapping[Key, Event],
-        *,
-        serial: bool,
-    ) -> None:
-        self.schedule = schedule
-        self._handlers, self._lanes, self._recorder = handlers, lanes, recorder
-        self._before, self._serial = before, serial
-        self._anchor = self._op = 0  # the next ones
-        self._ends: list[Event] = []  # of the ops so far, by their ids
+    schedule: Schedule  # the verdict may change to another one that is the same until then
+    handlers: Handlers
+    lanes: Lanes
+    recorder: Recorder  # is told the ops that compute waits for
+    before: Mapping[Key, Event]  # the latest op of each kind and block, of earlier steps
+    serial: bool  # compute waits for each op to end
+    _anchor: int = 0  # the next one
+    _op: int = 0  # the next one
+    _ends: list[Event] = field(default_factory=list)  # of the ops so far, by their ids
 
     @property
     def is_whole(self) -> bool:
@@ -78,11 +67,11 @@ class Step:
         waits = [*needs]
         for anchor in passed:
             for key in anchor.carried:
-                if key in self._before:
-                    waits.append(self._before[key])
-        if self._recorder.enabled:
-            self._recorder.needs = self._recorder.names(waits)
-        self._lanes.compute_waits(waits)
+                if key in self.before:
+                    waits.append(self.before[key])
+        if self.recorder.enabled:
+            self.recorder.needs = self.recorder.names(waits)
+        self.lanes.compute_waits(waits)
         return needs
 
     def finish(self) -> None:
@@ -103,12 +92,12 @@ class Step:
         ops, computed = self.schedule.ops, []
         while self._op < len(ops) and ops[self._op].at <= index and ops[self._op].kind not in _END:
             end = self._submit_next()
-            if self._serial:
+            if self.serial:
                 end.wait()
             elif ops[self._op - 1].lane is Lane.COMPUTE:
                 computed.append(end)
         if computed:
-            self._lanes.compute_waits(computed)
+            self.lanes.compute_waits(computed)
 
     def _submit_next(self) -> Event:
         op = self.schedule.ops[self._op]
@@ -117,8 +106,8 @@ class Step:
         for one in op.after:
             after.append(self._ends[one])
         for key in op.carried:
-            if key in self._before:
-                after.append(self._before[key])
-        end = self._handlers.submit(op, after)
+            if key in self.before:
+                after.append(self.before[key])
+        end = self.handlers.submit(op, after)
         self._ends.append(end)
         return end

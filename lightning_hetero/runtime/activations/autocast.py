@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
@@ -43,6 +43,7 @@ _CAST = torch.ops.aten._to_copy.default
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
+@dataclass(eq=False, repr=False)
 class WeightCasts:
     """The casts of one model's weights.
 
@@ -50,26 +51,17 @@ class WeightCasts:
     memory between uses. :meth:`drop` comes when a use of a block ends, before its weights may
     leave.
 
-    Args:
-        weights: Says which weight a tensor lies in, for an owner that calls :meth:`reference` in
-            hooks on all saved tensors. ``None``: the weights are in host memory, and there are no
-            such hooks.
-
-    Attributes:
-        blocks: The casts of each block that has any, by the block's index.
-        device_type: The type that tensors report where blocks compute.
-        entered: The blocks whose forwards are under way, and what ends each forward.
-        on_made: Called with the storage of each cast.
-        on_saved: Called with the storage of each cast that a forward saves.
     """
 
-    def __init__(self, device_type: str, weights: Callable[[Tensor], WeightRef | None] | None = None) -> None:
-        self.blocks: dict[int, BlockCasts] = {}
-        self.device_type, self._weights = device_type, weights
-        self.entered: list[tuple[Block, ExitStack]] = []
-        self.on_made: Callable[[torch.UntypedStorage], object] | None = None
-        self.on_saved: Callable[[torch.UntypedStorage], object] | None = None
-        self._known: weakref.WeakValueDictionary[int, Cast] = weakref.WeakValueDictionary()  # by storage
+    device_type: str  # the type that tensors report where blocks compute
+    # Says which weight a tensor lies in, for an owner that calls :meth:`reference` in hooks on all
+    # saved tensors. ``None``: the weights are in host memory, and there are no such hooks.
+    weights: Callable[[Tensor], WeightRef | None] | None = None
+    blocks: dict[int, BlockCasts] = field(default_factory=dict)  # of each block that has any, by the block's index
+    entered: list[tuple[Block, ExitStack]] = field(default_factory=list)  # forwards under way, and what ends each
+    on_made: Callable[[torch.UntypedStorage], object] | None = None  # called with the storage of each cast
+    on_saved: Callable[[torch.UntypedStorage], object] | None = None  # called with the storage of each that is saved
+    _known: weakref.WeakValueDictionary[int, Cast] = field(default_factory=weakref.WeakValueDictionary)  # by storage
 
     # ---- a forward -------------------------------------------------------------------------------
 
@@ -77,7 +69,7 @@ class WeightCasts:
         """A forward of the block begins under autocast; its weights are in place."""
         if not torch.is_grad_enabled() or _is_compiled(block.spec.module):
             return
-        watch, ends = _Watch(self, self._weights or _on_host(block), saves=self._weights is None), ExitStack()
+        watch, ends = _Watch(self, self.weights or _on_host(block), saves=self.weights is None), ExitStack()
         ends.callback(watch.finish)
         ends.enter_context(watch)
         self.entered.append((block, ends))

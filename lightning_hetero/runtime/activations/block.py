@@ -155,7 +155,7 @@ class Activations:
 
     def note(self, storage: torch.UntypedStorage) -> SavedStorage:
         """Remembers a storage that may leave."""
-        saved = SavedStorage(storage)
+        saved = SavedStorage(weakref.ref(storage))
         self._storages[storage._cdata] = weakref.ref(saved)
         return saved
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -135,38 +136,26 @@ class Returning(Protocol):
         """The device memory that holds everything again."""
 
 
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class SavedStorage:
     """A storage that may leave the device after forward: one for all tensors that lie in it.
 
     The tensors hold it; it holds what they need to come back.
-
-    Attributes:
-        owner: A key of the use whose swap moves it; ``None``: it stays.
-        shared: Several uses have saved it. It stays, because the later ones need it first.
-        to_disk: It goes to the disk.
-        tensors: The saved tensors in it.
-        swap: The swap that moved it.
-        shift_bytes: Where its first byte is in the swap's device memory.
-        moved: The bytes of it that the swap moved: the first, and the one after the last.
-        raw: These bytes on the device, on their way out.
     """
 
-    __slots__ = ("__weakref__", "_storage", "moved", "owner", "raw", "shared", "shift_bytes", "swap", "tensors", "to_disk")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = weakref.ref(storage)
-        self.owner: object | None = None
-        self.shared = False
-        self.to_disk = False
-        self.tensors: list[weakref.ref[SavedTensor]] = []
-        self.swap: Returning | None = None
-        self.shift_bytes = 0
-        self.moved = (0, 0)
-        self.raw: Tensor | None = None
+    storage: weakref.ref[torch.UntypedStorage]
+    owner: object | None = None  # a key of the use whose swap moves it; ``None``: it stays
+    shared: bool = False  # several uses have saved it. It stays, because the later ones need it first
+    to_disk: bool = False
+    tensors: list[weakref.ref[SavedTensor]] = field(default_factory=list)  # that lie in it
+    swap: Returning | None = None  # that moved it
+    shift_bytes: int = 0  # where its first byte is in the swap's device memory
+    moved: tuple[int, int] = (0, 0)  # the bytes of it that the swap moved: the first, and the one after the last
+    raw: Tensor | None = None  # these bytes on the device, on their way out
 
     def is_for(self, storage: torch.UntypedStorage) -> bool:
         """Whether it describes this very storage, not an earlier one at the same address."""
-        return self._storage() is storage
+        return self.storage() is storage
 
     def alive(self) -> list[SavedTensor]:
         """The tensors that somebody still needs."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,27 +25,23 @@ from lightning_hetero.runtime.lanes.queue import InlineLanes
 _FORGET = 256  # ops that are remembered before those that have ended are forgotten
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class EngineOp:
-    """An op that the engine does, and its end as an event.
+    """An op that the engine does, and its end as an event."""
 
-    Args:
-        after: The events that it waits for.
+    op: Op
+    after: Sequence[Event]  # the events that it waits for
+    tickets: tuple[Ticket, ...] = ()
+    # The tickets that a later op waits for: its own, or those before it if it has none. A FETCH of
+    # state has none for others, because its ticket waits for gradients.
+    behind: Sequence[NativeTicket] = ()
+    error: BaseException | None = None  # of ``run``
+    submitted_s: float = field(default_factory=now_s)  # when it was submitted, in seconds of ``now_s``
+    _ended_s: float = 0.0
+    _passed_at: int = field(init=False)
 
-    Attributes:
-        behind: The tickets that a later op waits for: its own, or those before it if it has none. A
-            FETCH of state has none for others, because its ticket waits for gradients.
-        submitted_s: When it was submitted, in seconds of ``now_s``.
-    """
-
-    __slots__ = ("_ended_s", "_passed_at", "after", "behind", "error", "op", "submitted_s", "tickets")
-
-    def __init__(self, op: Op, after: Sequence[Event]) -> None:
-        self.op, self.after = op, after
-        self.tickets: tuple[Ticket, ...] = ()
-        self.behind: Sequence[NativeTicket] = ()
-        self.error: BaseException | None = None
-        self.submitted_s = self._ended_s = now_s()
-        self._passed_at = passed_at(op)
+    def __post_init__(self) -> None:
+        self._passed_at = passed_at(self.op)
 
     def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
         """``run`` has returned ``tickets``; it followed those ``behind``."""

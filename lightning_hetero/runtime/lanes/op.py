@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -45,59 +46,27 @@ class Failures:
             self.first = error
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class QueuedOp:
-    """An op on its way through its lane, and its end as an event.
+    """An op on its way through its lane, and its end as an event."""
 
-    Args:
-        after: The events that it waits for.
-        number: Its place in the order of submission.
-        failures: Where its error is noted.
-
-    Attributes:
-        moment: Where on its stream the op ends; ``None`` if it ends on the host.
-        stream_times: Its start and end as the stream knows them.
-        keep: Tensors that must live until the stream has passed the op.
-        submitted_s: When it was submitted, in seconds of ``now_s``.
-        started_s: When it started; 0 before.
-        is_observed: Whether its tickets are kept, in :attr:`tickets`.
-    """
-
-    __slots__ = (
-        "_ended_s",
-        "_error",
-        "_failures",
-        "_returned",
-        "_tickets",
-        "_traceback",
-        "after",
-        "is_observed",
-        "keep",
-        "moment",
-        "number",
-        "op",
-        "run",
-        "started_s",
-        "stream_times",
-        "submitted_s",
-        "tickets",
-    )
-
-    def __init__(
-        self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event], *, number: int, failures: Failures
-    ) -> None:
-        self.op, self.run, self.after, self.number = op, run, tuple(after), number
-        self.moment: StreamEvent | None = None
-        self.stream_times: Callable[[], tuple[float, float]] | None = None
-        self.keep: list[Tensor] = []
-        self.submitted_s = now_s()
-        self.started_s = self._ended_s = 0.0
-        self.is_observed = False
-        self.tickets: tuple[Ticket, ...] = ()
-        self._returned = threading.Event()
-        self._tickets: tuple[Ticket, ...] = ()
-        self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self._failures = failures
+    op: Op
+    run: Callable[[], Iterable[Ticket]]
+    after: tuple[Event, ...]  # the events that it waits for
+    number: int  # its place in the order of submission
+    failures: Failures  # where its error is noted
+    moment: StreamEvent | None = None  # where on its stream the op ends; ``None`` if it ends on the host
+    stream_times: Callable[[], tuple[float, float]] | None = None  # its start and end as the stream knows them
+    keep: list[Tensor] = field(default_factory=list)  # they must live until the stream has passed the op
+    submitted_s: float = field(default_factory=now_s)  # when it was submitted, in seconds of ``now_s``
+    started_s: float = 0.0  # when it started; 0 before
+    is_observed: bool = False  # its tickets are kept, in ``tickets``
+    tickets: tuple[Ticket, ...] = ()
+    error: BaseException | None = None  # its own, or that of an op that it depends on
+    _ended_s: float = 0.0
+    _returned: threading.Event = field(default_factory=threading.Event)
+    _tickets: tuple[Ticket, ...] = ()
+    _traceback: TracebackType | None = None
 
     # ---- for the lane ----------------------------------------------------------------------------
 
@@ -122,7 +91,7 @@ class QueuedOp:
     def handed(self) -> None:
         """Blocks until ``run`` has returned."""
         if not self._returned.is_set():
-            self._failures.owner.check("the device's lane")
+            self.failures.owner.check("the device's lane")
         self._returned.wait()
         self._check()
 
@@ -160,13 +129,13 @@ class QueuedOp:
         try:
             return self.done()
         except BaseException as error:
-            if error is not self._error:
+            if error is not self.error:
                 raise
             return True
 
     def times(self) -> tuple[float, float] | None:
         """When the op started and ended."""
-        if not self.settled() or self._error is not None:
+        if not self.settled() or self.error is not None:
             return None
         if self.moment is not None:
             return None if self.stream_times is None else self.stream_times()
@@ -174,22 +143,17 @@ class QueuedOp:
 
     # ---- errors ----------------------------------------------------------------------------------
 
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the op, or of an op that it depends on."""
-        return self._error
-
     def _fail(self, error: BaseException) -> BaseException:
         """The op's error from now on: this one, if there was none before."""
-        if self._error is None:
+        if self.error is None:
             traceback.clear_frames(error.__traceback__)  # they hold tensors whose memory may be needed
-            self._error, self._traceback = error, error.__traceback__
-            self._failures.note(error)
-        return self._error
+            self.error, self._traceback = error, error.__traceback__
+            self.failures.note(error)
+        return self.error
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error.with_traceback(self._traceback)  # which every raise would lengthen
+        if self.error is not None:
+            raise self.error.with_traceback(self._traceback)  # which every raise would lengthen
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
         """Makes the error of a ticket or a stream the op's own."""
@@ -209,6 +173,6 @@ class QueuedOp:
                 self._check_open()
 
     def _check_open(self) -> None:
-        if self._failures.closing.is_set():
+        if self.failures.closing.is_set():
             op = self.op
             raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) has not ended: the lanes are closed. Create new ones.")

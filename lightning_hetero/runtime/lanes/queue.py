@@ -136,7 +136,7 @@ class Lanes:
             HeteroError: The lanes are closed.
         """
         self._failures.owner.check("the device's lane")
-        queued = QueuedOp(op, run, after, number=self._number, failures=self._failures)
+        queued = QueuedOp(op, run, tuple(after), self._number, self._failures)
         self._number += 1
         if self.observer is not None:
             queued.is_observed = True
