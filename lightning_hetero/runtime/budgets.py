@@ -24,13 +24,6 @@ class Budgets:
     Args:
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.
-
-    Attributes:
-        executor: Runs its steps, once the session has started.
-        steps: Keeps the steps of a fit.
-        rules: How the training loop uses gradients.
-        profile: A profiled batch's results. From then on the machine's free memory has to hold
-            activations too.
     """
 
     def __init__(
@@ -40,10 +33,11 @@ class Budgets:
         self._setup = ModelSetup(root, options.block_cls, content, built)
         self.blocks = self._setup.blocks
         self.bindings: list[OptimizerBinding] = []
-        self.executor: Executor | None = None
+        self.executor: Executor | None = None  # runs its steps, once the session has started
+        # Of a profiled batch. From then on the machine's free memory has to hold activations too.
         self.profile: ModelProfile | None = None
-        self.steps = KeptSteps([], [], options, wanted=False)
-        self.rules = StepRules()
+        self.steps = KeptSteps([], [], options, wanted=False)  # keeps the steps of a fit
+        self.rules = StepRules()  # how the training loop uses gradients
         self._started = False
 
     @property

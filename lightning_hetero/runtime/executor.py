@@ -45,12 +45,7 @@ from lightning_hetero.store.live.blocks import Block
 
 
 class Executor:
-    """The runtime of one model, on any device.
-
-    Attributes:
-        speculation: Updates that run before the verdict.
-        watcher: Is told of anchors, too.
-    """
+    """The runtime of one model, on any device."""
 
     def __init__(self, context: RunContext) -> None:
         run = context.run
@@ -58,10 +53,10 @@ class Executor:
         self.blocks, self.store, self.updater, self.lanes = run.blocks, run.store, run.updater, run.lanes
         self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
         self.residency: Residency = HostResidency(context) if run.side is None else DeviceResidency(context, run.side)
-        self.speculation = Speculation(run.store, run.turn)
+        self.speculation = Speculation(run.store, run.turn)  # updates that run before the verdict
         self.speculation.enabled = context.placement.rules.speculates
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
-        self.watcher: Watcher | None = None
+        self.watcher: Watcher | None = None  # is told of anchors, too
         self._room = GradientRoom(run, self.residency.weights)
         self._schedules = Schedules(self.plan, context.model, context.placement.cache_bytes)
         self._step: Step | None = None  # None: there is no schedule for the rest of the batch

@@ -55,18 +55,11 @@ class Batch:
 
 
 class Handlers:
-    """Gives ops to their lanes.
-
-    Attributes:
-        ends: The latest op of each kind and block, of this step.
-        updating: Updates that may not have ended yet.
-        activations: What forwards save, on a device with memory of its own.
-        saved: The same for each block; empty if the device is the host.
-    """
+    """Gives ops to their lanes."""
 
     def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
-        self.ends: dict[Key, Event] = {}
-        self.updating: list[OpEvent] = []
+        self.ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
+        self.updating: list[OpEvent] = []  # updates that may not have ended yet
         self._batch, self._speculation, self._residency = batch, speculation, residency
         run = context.run
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
@@ -76,8 +69,8 @@ class Handlers:
         self._write_mirrors, self._commits_always = run.mirror, False
         self._trial: Trial | None = None  # the update that is being submitted, if it is speculative
         self._marked: tuple[int, Event] = -1, All(())  # the anchor of the latest mark, and the mark
-        self.saved: list[BlockActivations] = []
-        self.activations: Activations | None = None
+        self.saved: list[BlockActivations] = []  # what forwards of each block save; empty if the device is the host
+        self.activations: Activations | None = None  # of all blocks, on a device with memory of its own
         self.install(context)
 
     def install(self, context: RunContext) -> None:

@@ -30,9 +30,6 @@ class ModelSetup:
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.
 
-    Attributes:
-        blocks: The blocks, bound to reserved memory.
-
     Raises:
         ConfigError: Something on the meta device cannot be set.
     """

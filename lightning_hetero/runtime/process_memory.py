@@ -48,10 +48,6 @@ class Heap:
     Args:
         host_memory: The user's budget; ``None``: nine tenths of the free memory.
         present_bytes: The part of the budget that is in memory already.
-
-    Attributes:
-        peak_bytes: The most resident memory at the anchors that measure it; may be set back.
-        counted_bytes: Activations that the budget includes. More of them come on top.
     """
 
     def __init__(self, host_memory: int | None, *, present_bytes: int) -> None:
@@ -61,8 +57,8 @@ class Heap:
         self._process = psutil.Process()
         # Without the engine's memory, which fills during forward.
         self._allocated = heap_meter() if heap_size() else self._resident
-        self.peak_bytes = 0
-        self.counted_bytes = 0
+        self.peak_bytes = 0  # the most resident memory at the anchors that measure it; may be set back
+        self.counted_bytes = 0  # activations that the budget includes. More of them come on top
         self._apart = self._resident() - present_bytes  # memory of the process beside the model
         self.allow(host_memory)
         self._before_forward = 0

@@ -71,12 +71,11 @@ class Speculation:
         enabled: Only the verdict delays updates.
         trying: The step under way speculates.
         discarded: The verdict on it was to discard.
-        worth: Chooses whether a step speculates.
     """
 
     def __init__(self, store: TierStore, turn: AbstractContextManager[bool | None]) -> None:
         self.enabled = self.trying = self.discarded = False
-        self.worth = Worth()
+        self.worth = Worth()  # chooses whether a step speculates
         self._store, self._turn = store, turn
         self._scaling: _Scaling | None = None
         self._tried: dict[int, Trial] = {}

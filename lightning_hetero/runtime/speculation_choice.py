@@ -44,16 +44,14 @@ class Worth:
     """Chooses for each step whether it speculates; see [Note: Is speculation worth it].
 
     Attributes:
-        given: The break-even discard rate while too little has been measured.
         fixed: A break-even rate that holds whatever is measured; ``None`` for none.
-        discard_rate: Share of the latest verdicts that discarded, or would have.
     """
 
     fixed: float | None = None
 
     def __init__(self, clock: Callable[[], float] = now_s) -> None:
-        self.given = _GIVEN
-        self.discard_rate = 0.0
+        self.given = _GIVEN  # the break-even discard rate while too little has been measured
+        self.discard_rate = 0.0  # share of the latest verdicts that discarded, or would have
         self._clock = clock
         self._patience = _PATIENCE
         self.forget()

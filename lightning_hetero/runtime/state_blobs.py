@@ -46,18 +46,13 @@ class _Entry:
 
 
 class StateBlobs:
-    """One blob for each part and optimizer. A change of the state's shape makes another one.
-
-    Attributes:
-        kept: See [Note: Kept blobs].
-        retired: Blobs that the last record still names and the next one will not.
-    """
+    """One blob for each part and optimizer. A change of the state's shape makes another one."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._blobs: dict[tuple[Part, Optimizer], tuple[Part, list[_Entry]]] = {}
-        self.kept = False
-        self.retired: list[NativePart] = []
+        self.kept = False  # see [Note: Kept blobs]
+        self.retired: list[NativePart] = []  # blobs that the last record still names and the next one will not
 
     def load(self, part: Part, optimizer: Optimizer) -> None:
         """Brings the part's state into memory, as ordinary tensors in ``optimizer.state``."""

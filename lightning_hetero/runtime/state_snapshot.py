@@ -50,13 +50,12 @@ class StateSnapshot:
         overlaps: See below.
 
     Attributes:
-        overlaps: Training may go on before :meth:`close`: the disk has room for fresh files.
         linked_bytes: Bytes of linked tensors.
         copied_bytes: Bytes of copied tensors.
     """
 
     def __init__(self, scratch: Path, links: Path | None, *, overlaps: bool = True) -> None:
-        self.overlaps = overlaps
+        self.overlaps = overlaps  # training may go on before :meth:`close`: the disk has room for fresh files
         self.linked_bytes = self.copied_bytes = 0
         self._folder, self._links = scratch, links
         self._copies: FileIO | None = None

@@ -51,18 +51,16 @@ class Updater:
     """Updates parts for the bound optimizers.
 
     Attributes:
-        owners: The optimizer of each parameter, by the parameter's ``id``.
         verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
         scale: Gradients are multiplied by it first.
         waits: ``optimizer.step()`` waits for the updates: manual optimization may change gradients
             right after it.
-        blobs: State that only an optimizer's own code knows.
     """
 
     def __init__(self, store: TierStore, device: DeviceSide | None = None) -> None:
         self.store, self.device = store, device
-        self.blobs = StateBlobs(store)
-        self.owners: dict[int, OptimizerBinding] = {}
+        self.blobs = StateBlobs(store)  # state that only an optimizer's own code knows
+        self.owners: dict[int, OptimizerBinding] = {}  # the optimizer of each parameter, by the parameter's ``id``
         self._updated: set[int] = set()  # parameters that this step has already updated
         self.begin_step()
         self.configure(clip_value=None, keep_gradients=False, waits=False)

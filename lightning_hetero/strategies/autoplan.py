@@ -101,21 +101,17 @@ class Autoplan:
         corrects: The first steps may correct the machine's rates, because they were measured.
 
     Attributes:
-        stage: What the next batch is for.
-        model: The model's profile, once there is one.
-        machine: The machine's profile that the plan was made with.
-        profiler: Profiles the current batch, if that batch is profiled.
         planned_s: Seconds of the last planning, including measuring the machine.
         moved_s: Seconds to move weights and state to where that plan puts them.
     """
 
     def __init__(self, planner: str, hardware: Hardware, *, drift: float | None, corrects: bool = True) -> None:
         self.planner, self._hardware, self._drift, self._corrects = planner, hardware, drift, corrects
-        self.stage = Stage.RECORD
+        self.stage = Stage.RECORD  # what the next batch is for
         self.plan: Plan | None = None
-        self.model: ModelProfile | None = None
-        self.machine: HardwareProfile | None = None
-        self.profiler: BatchProfiler | None = None
+        self.model: ModelProfile | None = None  # once there is one
+        self.machine: HardwareProfile | None = None  # that the plan was made with
+        self.profiler: BatchProfiler | None = None  # profiles the current batch, if that batch is profiled
         self.planned_s = self.moved_s = 0.0
         self._observed: list[Observed] = []  # the recorded batch first, then the timed ones
         self._constant_bytes = self._constant_device_bytes = 0

@@ -45,19 +45,14 @@ class Checkpoints:
     """Saves and loads for a strategy that offloads, around Lightning's own methods.
 
     A method's argument ``plain`` is the method of Lightning's strategy that it wraps.
-
-    Attributes:
-        resumed: The training state of the store at ``ckpt_path``, from its loading until training
-            starts.
-        opened: The files of a store that is evaluated, until its weights are loaded.
-        tunes: One of Lightning's tuners tries steps, and undoes them.
     """
 
     def __init__(self, run: OffloadRun) -> None:
         self._run = run
+        # The training state of the store at ``ckpt_path``, from its loading until training starts.
         self.resumed: State | None = None
-        self.opened = ExitStack()
-        self.tunes = False
+        self.opened = ExitStack()  # the files of a store that is evaluated, until its weights are loaded
+        self.tunes = False  # one of Lightning's tuners tries steps, and undoes them
         self._waiting: tuple[Mapping[str, Mapping[str, object]], bool] | None = None  # weights to load once there is a session
         # Linked checkpoints to make or remove when the batch has ended: path, action, whether it
         # saves.

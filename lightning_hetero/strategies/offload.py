@@ -67,17 +67,14 @@ class OffloadRun:
     Attributes:
         choices: As given, or as a group has chosen for this rank.
         options: Options of the session, as device and user have changed them since.
-        session: The runtime session, from ``setup`` on. A model that is too large for memory keeps
-            it after ``teardown``.
-        training: The steps of the current fit.
-        built: The model that was made in :meth:`building`, until it is placed.
     """
 
     def __init__(self, strategy: Strategy, choices: Choices, peers: Peers | None = None) -> None:
         self.strategy, self._peers = strategy, peers
+        # From ``setup`` on. A model that is too large for memory keeps it after ``teardown``.
         self.session: Session | None = None
-        self.training: Training | None = None
-        self.built: Construction | None = None
+        self.training: Training | None = None  # the steps of the current fit
+        self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
         self._callback: callbacks.PlanningCallback | None = None  # of the current or the last fit
         self._imported: weakref.ref[nn.Module] | None = None  # the model that got its weights from files

@@ -90,11 +90,6 @@ class Activations:
         casts: 16-bit casts of weights; ``None`` if nothing follows them.
         files: Files for swaps to the disk; ``None`` if there are none.
         poison: Fill memory with NaN when it is given up (tests).
-
-    Attributes:
-        watcher: The observer of a profile, if there is one.
-        running: The forwards that are under way, the innermost one last; with ``None``, its saved
-            tensors are autograd's own.
     """
 
     def __init__(
@@ -108,7 +103,9 @@ class Activations:
     ) -> None:
         self.lanes, self.weights, self.casts = lanes, weights, casts
         self.swapper = Swapper(lanes, files, poison=poison, made=self.set_aside)
-        self.watcher: SavedWatcher | None = None
+        self.watcher: SavedWatcher | None = None  # the observer of a profile, if there is one
+        # The forwards that are under way, the innermost one last; with ``None``, its saved tensors
+        # are autograd's own.
         self.running: list[tuple[BlockActivations, Use | Inner | None]] = []
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._blocks: list[BlockActivations] = []
@@ -169,22 +166,17 @@ class BlockActivations:
         index: Its place among the blocks, as ops name it.
         weights_move: The memory of its weights may be reused before backward. If not, a block that
             keeps everything needs no hooks.
-
-    Attributes:
-        operators: The policies of operators that differ from ``rules.saved``.
-        unmet: The operators among them of which no forward has saved anything yet.
-        recomputes: Some of its saved tensors are dropped.
-        names: Names its operators in this batch.
     """
 
     def __init__(
         self, model: Activations, name: str, module: nn.Module, rules: BlockPlan, *, index: int, weights_move: bool
     ) -> None:
         self.name, self.module, self.index, self.rules = name, module, index, rules
+        # The policies of operators that differ from ``rules.saved``.
         self.operators = {operator: policy for operator, policy in rules.operators.items() if policy is not rules.saved}
-        self.unmet = set(self.operators)
-        self.recomputes = Saved.RECOMPUTE in (rules.saved, *self.operators.values())
-        self.names = OperatorNames()
+        self.unmet = set(self.operators)  # the operators among them of which no forward has saved anything yet
+        self.recomputes = Saved.RECOMPUTE in (rules.saved, *self.operators.values())  # some of its saved tensors are dropped
+        self.names = OperatorNames()  # names its operators in this batch
         self.buffers = Buffers(name, module)
         self._model, self._device_type = model, model.lanes.device_type
         self._params = list(module.named_parameters())

@@ -55,9 +55,6 @@ class Rerun:
     Args:
         save: Saves a tensor among the arguments as the plan says.
         allocated: Called with the storage of each recomputed tensor (:meth:`Lanes.allocated`).
-
-    Attributes:
-        dropped: The tensors that the forward has dropped, by their numbers.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Rerun:
         self._autocast = [_autocast_now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
         self._buffers = buffers.now()
         self.record = Record()
-        self.dropped: dict[int, weakref.ref[SavedTensor]] = {}
+        self.dropped: dict[int, weakref.ref[SavedTensor]] = {}  # the tensors that the forward has dropped, by their numbers
 
     def copies(self) -> list[torch.UntypedStorage]:
         """The storages of the buffers that were copied for the recomputation."""

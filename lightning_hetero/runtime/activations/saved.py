@@ -63,12 +63,7 @@ class SavedTensor:
         name: The name of that forward or argument, for errors.
         number: Its place among the tensors that the forward has saved.
         layout: How it lies in its storage.
-        made_by: The autograd node that made it, to tell whether a recomputation met the same
-            tensor; empty for leaves.
-        tensor: The tensor while it is on the device; ``None`` while it is away.
-        version: The version counter of ``tensor`` when it was saved.
         home: Its storage, if that may leave the device.
-        changed: It was changed in place before it could leave.
     """
 
     __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "tensor", "use", "version")
@@ -77,10 +72,12 @@ class SavedTensor:
         self, use: Saver | None, name: str, number: int, tensor: Tensor, *, dropped: bool, home: SavedStorage | None = None
     ) -> None:
         self.use, self.name, self.number, self.layout, self.home = use, name, number, Layout.of(tensor), home
-        self.tensor = None if dropped else tensor
-        self.version = tensor._version
+        self.tensor = None if dropped else tensor  # ``None`` while it is away
+        self.version = tensor._version  # the version counter of ``tensor`` when it was saved
+        # The autograd node that made it, to tell whether a recomputation met the same tensor; empty
+        # for leaves.
         self.made_by = maker_of(tensor) if dropped else ""
-        self.changed = False
+        self.changed = False  # it was changed in place before it could leave
         if home is not None:
             home.tensors.append(weakref.ref(self))
 

@@ -40,17 +40,13 @@ class Arena:
         capacity_bytes: Its size; at least 0.
         device: Where the buffer is.
         poison: Fill memory with NaN (tests).
-
-    Attributes:
-        used_bytes: Bytes that are taken now, in units of 512.
-        peak_bytes: The most bytes that were taken at any time.
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
         assert capacity_bytes >= 0, "a capacity is not negative"
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
+        self.used_bytes = 0  # bytes that are taken now, in units of 512
+        self.peak_bytes = 0  # the most bytes that were taken at any time
         self._poison = poison
         buffer = torch.empty(capacity_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
         self._buffer = buffer[-buffer.data_ptr() % ALIGNMENT_BYTES :][:capacity_bytes]

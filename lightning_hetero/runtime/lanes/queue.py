@@ -94,20 +94,15 @@ class Lanes:
 
     Attributes:
         device_type: The type that tensors on the device report.
-        timed: Whether events know their times on streams too, which costs something. May be set
-            between two ops.
-        counts: Whether storages that torch allocates have to be reported (:meth:`allocated`).
-        behind: Inside ``run``: native tickets of earlier ops. The engine waits for them; the lane
-            has not.
-        observer: Called with every op as it is submitted.
     """
 
     def __init__(self, device: torch.device, memory: Arena, *, poison: bool) -> None:
         self.device, self.device_type = device, device.type
-        self.timed = False
-        self.observer: Callable[[OpEvent], None] | None = None
+        self.timed = False  # events know their times on streams too, which costs something; may be set between two ops
+        self.observer: Callable[[OpEvent], None] | None = None  # called with every op as it is submitted
+        # Inside ``run``: tickets of earlier ops. The engine waits for them, the lane has not.
         self.behind: Sequence[NativeTicket] = ()
-        self.counts = False
+        self.counts = False  # storages that torch allocates have to be reported (:meth:`allocated`)
         self._memory = memory
         self._poison = poison
         self._failures = Failures()

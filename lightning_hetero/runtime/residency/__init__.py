@@ -22,20 +22,14 @@ class Residency(Owner):
     """The places of one model's weights. Only the thread that computes calls it.
 
     Methods that only a device with memory of its own needs do nothing here.
-
-    Attributes:
-        parameters: Makes parameters handles, and ordinary tensors again.
-        weights: Host memory for weights on disk.
-        renewed: Blocks that an op outside the schedule has updated since their last use.
-        casts: 16-bit casts of weights that leave memory between uses.
     """
 
     def __init__(self, context: RunContext, casts: WeightCasts) -> None:
         self._blocks, self._store = context.run.blocks, context.run.store
-        self.casts = casts
+        self.casts = casts  # 16-bit casts of weights that leave memory between uses
         self.parameters = Parameters(self, self._blocks, self._store, casts)
-        self.weights = HostWeights(context)
-        self.renewed: set[int] = set()
+        self.weights = HostWeights(context)  # host memory for weights on disk
+        self.renewed: set[int] = set()  # blocks that an op outside the schedule has updated since their last use
 
     # ---- places ----------------------------------------------------------------------------------
 
