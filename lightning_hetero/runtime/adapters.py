@@ -17,11 +17,7 @@ Setters = dict[int, list[Callable[[], object]]]
 
 
 def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
-    """Finds the adapters of a model.
-
-    Returns:
-        By the module's ``id``: why a module cannot be set, and the functions that set a module.
-    """
+    """By the module's ``id``: why an adapter cannot be set, and the functions that set one."""
     refused: dict[int, str] = {}
     setters: Setters = {}
 

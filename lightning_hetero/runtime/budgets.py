@@ -71,10 +71,7 @@ class Budgets:
     def check(self, plan: Plan) -> None:
         """Refuses a plan that could not run now, without changing anything.
 
-        Raises:
-            OutOfMemoryBudgetError: See :meth:`~lightning_hetero.runtime.session.Session.start`.
-            ConfigError: The same.
-            UnsupportedError: The same.
+        Raises what :meth:`~lightning_hetero.runtime.session.Session.start` raises of plans.
         """
         self._placer().place(plan, present_bytes=self._held_bytes)
 

@@ -18,10 +18,7 @@ _Change = Callable[[BlockPlan], BlockPlan]
 def demotions(plan: Plan, model: ModelShape, *, native: bool) -> Iterator[tuple[Plan, str]]:
     """Yields plans that need less device memory, the cheapest first, each with the change in words.
 
-    Args:
-        plan: The plan in force, resolved.
-        model: The blocks.
-        native: State may leave the device. No optimizer updates it there by its own code.
+    ``native``: state may leave the device; no optimizer updates it there by its own code.
     """
 
     def off_device(row: BlockPlan) -> BlockPlan:

@@ -252,11 +252,8 @@ class Executor:
     def await_verdict(self, why: str) -> None:
         """Before backward: lets updates of this step wait until all gradients are known.
 
-        Args:
-            why: The reason and the remedy, for the message.
-
         Raises:
-            OutOfMemoryBudgetError: The host has no room for all gradients.
+            OutOfMemoryBudgetError: The host has no room for all gradients. It says ``why``.
         """
         if not self.handlers.all_wait and not self.may_defer:
             raise OutOfMemoryBudgetError(
@@ -458,8 +455,7 @@ class Executor:
 
         Waits only for ops that a record names; see [Note: One user of the store].
 
-        Args:
-            whole: The step is kept, so a device's results come to host memory or are lent later.
+        ``whole``: the step is kept, so a device's results come to host memory or are lent later.
         """
         for end in self.handlers.updating:
             end.handed()

@@ -119,11 +119,7 @@ class Handlers:
     # ---- to the lanes ----------------------------------------------------------------------------
 
     def submit(self, op: Op, after: Sequence[Event]) -> Event:
-        """Gives one op to its lane.
-
-        Returns:
-            Its end.
-        """
+        """Gives one op to its lane; returns its end."""
         side = self._side
         if side is not None:
             if op.payload is Payload.ACTIVATIONS:
@@ -163,11 +159,7 @@ class Handlers:
         self._ending.clear()
 
     def update_now(self, block: Block, *, after: Sequence[Event] = ()) -> Event:
-        """Submits an update that the schedule does not have.
-
-        Returns:
-            The end of the update.
-        """
+        """Submits an update that the schedule does not have; returns its end."""
         plan, side = block.plan, self._side
         lane = Lane.CPU if plan.update is UpdateLane.CPU else Lane.COMPUTE
         self._residency.renewed.add(block.index)

@@ -117,9 +117,7 @@ class ModelSetup:
     def _take_over(self, block: Block, *, read: bool) -> None:
         """Moves weights from the construction's file or another Trainer's into the block.
 
-        Args:
-            block: The block.
-            read: Copy them. Otherwise a store gives the weights, and the other disk may be gone.
+        Without ``read`` a store gives the weights, and the other disk may be gone.
         """
         for part in block.parts:
             for i, param in enumerate(part.params):

@@ -105,8 +105,7 @@ class Heap:
     def check(self, coming_bytes: int = 0) -> None:
         """Gives free heap pages back if the process exceeds budget and activations.
 
-        Args:
-            coming_bytes: The most that is about to be allocated. There may be no hole for it.
+        ``coming_bytes`` are about to be allocated, and there may be no hole for them.
         """
         resident = self._resident()
         if self._trim is None or resident + coming_bytes <= self._limit + self._activations:

@@ -191,10 +191,7 @@ class Session(Budgets):
             The plan in force, one rule per block.
 
         Raises:
-            OutOfMemoryBudgetError: See :meth:`start`. Nothing has changed then. Likewise:
-            OutOfDiskError: The same.
-            ConfigError: The same.
-            UnsupportedError: The same.
+            HeteroError: Those of :meth:`start`; nothing has changed then.
             StoreError: A transfer failed, which stops the engine.
         """
         executor, store = self.running, self.running.store

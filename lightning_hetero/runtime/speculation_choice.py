@@ -94,12 +94,7 @@ class Worth:
         return self.discard_rate <= self.break_even
 
     def verdict(self, *, tried: bool, discarded: bool) -> None:
-        """Counts a verdict.
-
-        Args:
-            tried: The step speculated.
-            discarded: It discarded its early updates, or would have.
-        """
+        """A verdict: the step ``tried`` early updates, and ``discarded`` them or would have."""
         now = self._clock()
         self.discard_rate += (discarded - self.discard_rate) / _MEMORY
         if self._last is not None:

@@ -321,13 +321,7 @@ class _Log:
 
     @contextmanager
     def of(self, batch: _Batch, *, begins: bool = False, silent: bool = False) -> Iterator[None]:
-        """Replaces ``log`` in the context.
-
-        Args:
-            batch: The batch whose calls count.
-            begins: An attempt starts.
-            silent: Hooks run that have logged before.
-        """
+        """Counts calls of ``log`` in the context; ``silent``: they have taken effect before."""
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:
@@ -346,7 +340,6 @@ class _Log:
 
     @_eager
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """As ``LightningModule.log``."""
         if self._batch is None:
             return
         self._calls += 1

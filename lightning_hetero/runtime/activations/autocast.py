@@ -121,11 +121,9 @@ class WeightCasts:
             del self.blocks[block.index]
 
     def needed(self, block: Block, *, trained: bool) -> list[Cast]:
-        """The casts of the block's weights that backward may need and that have no memory now.
+        """The casts that backward may need and that have no memory now.
 
-        Args:
-            block: The block.
-            trained: Leave out casts of frozen weights.
+        ``trained``: without those of frozen weights.
         """
         casts = self.blocks[block.index].alive() if block.index in self.blocks else []
         return [cast for cast in casts if not cast.stays and (cast.source.param.requires_grad or not trained)]
@@ -234,7 +232,6 @@ class _Watch(OperatorMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Runs one operator."""
         if self._last is not None:
             self.finish()
         made = func(*args, **(kwargs or {}))

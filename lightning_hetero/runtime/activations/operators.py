@@ -126,7 +126,6 @@ class Watch(OperatorMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Runs one operator and notes it."""
         out = func(*args, **(kwargs or {}))
         if func in _OURS or not self._inside():
             return out
@@ -174,7 +173,6 @@ class Spare(OperatorMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Runs one operator, or returns its outputs of the forward."""
         if self._astray or func in _OURS or not self._inside():
             return func(*args, **(kwargs or {}))
         order = self._record.order

@@ -79,11 +79,7 @@ class Swapper:
         self._leaving.append(weakref.ref(swap))
 
     def sweep(self, waited: Sequence[Event] = ()) -> None:
-        """Releases the device memory of storages that have left. Compute's thread.
-
-        Args:
-            waited: Events that compute has been made to wait for.
-        """
+        """Releases memory of storages that have left the device; compute ``waited`` for some."""
         self.settle()
         still = []
         for ref in self._leaving:

@@ -269,7 +269,6 @@ class Claim:
         self._gradients, self._held = gradients, {id(h.param): h for h in held}
 
     def __contains__(self, param: object) -> bool:
-        """Whether it has a gradient of the parameter."""
         return id(param) in self._held
 
     def gradient(self, param: nn.Parameter) -> Tensor:

@@ -67,10 +67,8 @@ class DeviceWeights:
     def bind_resident(self, block: Block, *, host_copy: bool) -> None:
         """Moves the block's weights from host memory to the device, to stay.
 
-        Args:
-            block: The block.
-            host_copy: The host keeps a copy, which updates on the CPU write; else its pages go back
-                to the system.
+        With ``host_copy`` updates on the CPU write the host's copy; else its pages go back to the
+        system.
 
         Raises:
             DeviceMemoryError: The device is too small for them.

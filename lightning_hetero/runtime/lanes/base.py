@@ -92,25 +92,11 @@ class All:
 class OpEvent(Event, Protocol):
     """The end of an op."""
 
-    @property
-    def op(self) -> Op:
-        """The op."""
-
-    @property
-    def after(self) -> Sequence[Event]:
-        """The events that the op waits for; only until it has run."""
-
-    @property
-    def submitted_s(self) -> float:
-        """When it was submitted, in seconds of ``now_s``."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the op, if it has failed."""
-
-    @property
-    def tickets(self) -> tuple[Ticket, ...]:
-        """The native tickets that ``run`` returned, if the lanes have an observer."""
+    op: Op
+    after: Sequence[Event]  # the events that the op waits for; only until it has run
+    submitted_s: float  # when it was submitted, in seconds of ``now_s``
+    error: BaseException | None  # of the op, if it has failed
+    tickets: tuple[Ticket, ...]  # that ``run`` returned, if the lanes have an observer
 
     def handed(self) -> None:
         """Blocks the calling host thread until ``run`` has returned. Raises the op's error."""

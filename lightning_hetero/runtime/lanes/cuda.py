@@ -332,11 +332,9 @@ class _Mark:
         self.moment = moment
 
     def done(self) -> bool:
-        """Whether compute has passed it."""
         return bool(self.moment.query())
 
     def wait(self) -> None:
-        """The host waits for compute."""
         self.moment.synchronize()
 
 

@@ -289,7 +289,6 @@ class _SlowCompute:
             self._since = None
 
     def resume(self) -> None:
-        """Compute goes on."""
         if self._factor > 1:
             self._since = now_s(), time.process_time()
 

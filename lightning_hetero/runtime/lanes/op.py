@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -52,7 +52,7 @@ class QueuedOp:
 
     op: Op
     run: Callable[[], Iterable[Ticket]]
-    after: tuple[Event, ...]  # the events that it waits for
+    after: Sequence[Event]  # the events that it waits for
     number: int  # its place in the order of submission
     failures: Failures  # where its error is noted
     moment: StreamEvent | None = None  # where on its stream the op ends; ``None`` if it ends on the host

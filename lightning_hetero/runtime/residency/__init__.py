@@ -123,9 +123,7 @@ class Residency(Owner):
 
         The engine itself writes a record after everything of its own that the record names.
 
-        Args:
-            latest: Returns the latest op of a kind and block.
-            whole: The step is kept.
+        ``latest`` returns the latest op of a kind and block. ``whole``: the step is kept.
         """
 
     def lends(self, block: Block) -> bool:

@@ -129,9 +129,7 @@ class Parameters:
     def keep_casts(self, block: Block, *, trained: bool = False) -> None:
         """The block's weights will change: 16-bit casts that backward still needs stay in memory.
 
-        Args:
-            block: The block.
-            trained: Only trained weights will change.
+        ``trained``: only trained weights will change.
         """
         casts = self.casts.needed(block, trained=trained)
         if casts:
