@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_hetero._native import Engine
 from lightning_hetero.cost import Rates, amount_of
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Saved, UpdateOrder
-from lightning_hetero.ir.schedule import Lane, Op, OpKind, Schedule, Updates
+from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import CacheSizes
@@ -235,17 +236,20 @@ def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
     found: list[tuple[Op, int, float]] = []
     copy = EmulatedLanes.copy
 
+    carried = threading.local()  # several lanes copy at the same time
+
+    def carry(link: Any, size: int, each: float | None = None) -> None:
+        carried.seconds += size * (each or link._s_per_byte)
+
     def counted(lanes: EmulatedLanes, target: Any, source: Any) -> None:
-        seconds: list[float] = []
-        with pytest.MonkeyPatch.context() as patch:
-            link = lanes._links[Lane.H2D]
-            patch.setattr(link, "carry", lambda size, each=None: seconds.append(size * (each or link._s_per_byte)))
-            copy(lanes, target, source)
+        carried.seconds = 0.0
+        copy(lanes, target, source)
         current = lanes._current()
         if current is not None and current.op.kind is OpKind.UPLOAD:
-            found.append((current.op, source.nbytes, sum(seconds)))
+            found.append((current.op, source.nbytes, carried.seconds))
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_hetero.runtime.lanes.emulated._Link.carry", carry)
         patch.setattr(EmulatedLanes, "copy", counted)
         got = ran(plan, Recipe(shape=Shape(layers=3), steps=1), device=device)
     rates = Rates(emulated(replace(HARDWARE, shared_memory=True, host_dram_bytes_per_s=1e12), device))
