@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import torch
 
@@ -49,6 +48,7 @@ from lightning_hetero.profiling.model import BatchProfiler, check_activations, m
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
+from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.planning import FitPlanning, scaled
 from lightning_hetero.units import format_bytes
 
@@ -81,32 +81,23 @@ class Batch:
     micro_batches: int  # per optimizer step
 
 
-class Hardware(Protocol):
-    """Gives a session's hardware profile; see :meth:`machine_profile.Machine.profile`."""
-
-    def __call__(self, session: Session, *, disk: bool, again: bool) -> HardwareProfile:
-        """The profile, measured with the disk, or measured again, if necessary."""
-
-
 class Autoplan:
     """Plans for one strategy.
 
     Args:
         planner: A name in ``PLANNERS``.
-        hardware: Returns the machine's profile, as
-            :meth:`~lightning_hetero.strategies.machine_profile.Machine.profile` does. It is called
-            when a plan is due, so that nothing is measured earlier.
+        on: The machine to plan for; nothing of it is measured before a plan is due.
         drift: Relative change of batch, budget or step time that causes a new plan. ``None``: none
             does.
-        corrects: The first steps may correct the machine's rates, because they were measured.
 
     Attributes:
         planned_s: Seconds of the last planning, including measuring the machine.
         moved_s: Seconds to move weights and state to where that plan puts them.
     """
 
-    def __init__(self, planner: str, hardware: Hardware, *, drift: float | None, corrects: bool = True) -> None:
-        self.planner, self._hardware, self._drift, self._corrects = planner, hardware, drift, corrects
+    def __init__(self, planner: str, on: Machine, *, drift: float | None) -> None:
+        self.planner, self._on, self._drift = planner, on, drift
+        self._corrects = not on.is_given  # the first steps correct rates that were measured
         self.stage = Stage.RECORD  # what the next batch is for
         self.plan: Plan | None = None
         self.model: ModelProfile | None = None  # once there is one
@@ -367,7 +358,7 @@ class Autoplan:
         # Without the disk first: if everything fits memory, no plan uses the disk.
         for disk in (True,) if needs_disk else (False, True):
             try:
-                hardware = scaled(self._hardware(session, disk=disk, again=again), self._scale)
+                hardware = scaled(self._on.profile(session, disk=disk, again=again), self._scale)
             except OutOfMemoryBudgetError as error:
                 return self._unmeasured(session, model, error)
             log.info("searching a plan with %r.", self.planner)

@@ -140,8 +140,7 @@ class HeteroOffload(_Base):
         device = emulated(device)
         autoplan, most_drift = None, drift(replan_drift)
         if (name := planner_name(plan)) is not None:
-            machine = Machine(hardware_profile)
-            autoplan = Autoplan(name, machine.profile, drift=most_drift, corrects=not machine.is_given)
+            autoplan = Autoplan(name, Machine(hardware_profile), drift=most_drift)
         else:
             check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
         options = SessionOptions(

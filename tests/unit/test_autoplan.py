@@ -57,7 +57,8 @@ class Driver:
     """Runs batches through an Autoplan whose planning gives the plans in turn."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, plans: list[Plan], *, drift: float | None = 0.5) -> None:
-        self.auto = Autoplan("holistic", self.hardware, drift=drift)
+        machine: Any = SimpleNamespace(profile=self.hardware, is_given=False)
+        self.auto = Autoplan("holistic", machine, drift=drift)
         self.asked: list[dict[str, bool]] = []  # of the machine
         self.given: list[HardwareProfile] = []  # to the search
         self.explains: tuple[float, Plan] | None = None  # what corrected rates would say
