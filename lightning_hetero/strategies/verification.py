@@ -60,15 +60,6 @@ class _Batch:
     random: RandomStates
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A copy of the module with its own optimizer and loss scaler."""
-
-    module: pl.LightningModule
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler | None
-
-
 class Verifier:
     """Repeats optimizer steps of one fit on a reference, and compares; see [Note: Reference].
 
@@ -104,7 +95,9 @@ class Verifier:
         self._step = 0
         self._batches: list[_Batch] = []
         self._losses: list[Tensor | None] = []
-        self._reference: _Reference | None = None  # until the first batch: a checkpoint may be loaded before
+        # Of the reference, from the first batch on: a checkpoint may be loaded before.
+        self._twin: Optimizer | None = None
+        self._scaler: torch.amp.GradScaler | None = None
         memo: dict[int, object] = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
         }
@@ -127,8 +120,8 @@ class Verifier:
         kwargs: dict[str, object],
     ) -> None:
         """Keeps a training batch as it begins."""
-        if self._reference is None:
-            self._reference = self._make_reference(module, optimizer, precision)
+        if self._twin is None:
+            self._twin = self._make_reference(module, optimizer, precision)
         number = module.trainer.fit_loop.epoch_loop.batch_idx
         self._batches.append(_Batch(*copy.deepcopy((args, kwargs)), number, random_state()))
 
@@ -153,14 +146,14 @@ class Verifier:
             OutOfMemoryBudgetError: The device has no room for the reference's activations, or the
                 host for its updates.
         """
-        if self._reference is None:
+        if self._twin is None:
             return  # no batch has begun
         self._step += 1
         if self._has_device:
             self._plan_updates(module, on_cpu)
         before = random_state()
         try:
-            self._replay(self._reference, module.trainer, optimizer, precision)
+            self._replay(self._twin, module.trainer, optimizer, precision)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryBudgetError(
                 f"verify=N: in step {self._step} {self._device} has no room for the activations of the reference, which keeps them "
@@ -169,7 +162,7 @@ class Verifier:
             ) from error
         finally:
             set_random_state(before)
-        self._compare(self._reference, module, optimizer)
+        self._compare(self._twin, module, optimizer)
         self.steps_left -= 1
         self._batches, self._losses = [], []
         if not self.steps_left:
@@ -177,8 +170,8 @@ class Verifier:
 
     # ---- the reference -----------------------------------------------------------------------
 
-    def _make_reference(self, module: pl.LightningModule, optimizer: Optimizer, precision: Precision) -> _Reference:
-        """Gives the copy the module's present content."""
+    def _make_reference(self, module: pl.LightningModule, optimizer: Optimizer, precision: Precision) -> Optimizer:
+        """Gives the copy the module's present content; returns its optimizer."""
         twins: dict[int, nn.Parameter] = {}
         for ours, theirs in zip(module.modules(), self._copy.modules(), strict=True):
             theirs.training = ours.training
@@ -194,8 +187,8 @@ class Verifier:
         for name in ("log", "log_dict"):
             setattr(self._copy, name, _no_log)
         self._originals = {id(twin): original for original, twin in twins.items()}
-        twin_optimizer = _twin_optimizer(optimizer, twins, self._place if self._has_device else None)
-        return _Reference(self._copy, twin_optimizer, copy.deepcopy(getattr(precision, "scaler", None)))
+        self._scaler = copy.deepcopy(getattr(precision, "scaler", None))
+        return _twin_optimizer(optimizer, twins, self._place if self._has_device else None)
 
     def _plan_updates(self, module: pl.LightningModule, on_cpu: Collection[int]) -> None:
         """Updates run on the processors of the plan, from this step on."""
@@ -216,8 +209,8 @@ class Verifier:
         """Where the update of a parameter runs."""
         return _CPU if self._originals[id(twin)] in self._on_cpu else self._device
 
-    def _replay(self, reference: _Reference, trainer: pl.Trainer, optimizer: Optimizer, precision: Precision) -> None:
-        module, twin, scaler = reference.module, reference.optimizer, reference.scaler
+    def _replay(self, twin: Optimizer, trainer: pl.Trainer, optimizer: Optimizer, precision: Precision) -> None:
+        module, scaler = self._copy, self._scaler
         self._copy_options(optimizer, twin)
         module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
         for batch, ours in zip(self._batches, self._losses, strict=True):
@@ -255,14 +248,14 @@ class Verifier:
 
     # ---- the comparison ----------------------------------------------------------------------
 
-    def _compare(self, reference: _Reference, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        ours, theirs = (chain(m.named_parameters(), m.named_buffers()) for m in (module, reference.module))
+    def _compare(self, twins: Optimizer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+        ours, theirs = (chain(m.named_parameters(), m.named_buffers()) for m in (module, self._copy))
         for (name, tensor), (_, other) in zip(ours, theirs, strict=True):
             self._same(name, tensor.detach(), other.detach())
         names = {id(p): name for name, p in module.named_parameters()}
-        for group, other_group in zip(optimizer.param_groups, reference.optimizer.param_groups, strict=True):
+        for group, other_group in zip(optimizer.param_groups, twins.param_groups, strict=True):
             for param, twin in zip(group["params"], other_group["params"], strict=True):
-                state, wanted = optimizer.state.get(param, {}), reference.optimizer.state.get(twin, {})
+                state, wanted = optimizer.state.get(param, {}), twins.state.get(twin, {})
                 if state.keys() != wanted.keys():
                     raise self._error(names[id(param)], f"has optimizer state {sorted(state)}, the reference {sorted(wanted)}")
                 for key, value in wanted.items():
