@@ -16,7 +16,8 @@ ATen does not see, such as those of a Triton kernel, are repeated on top of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,12 +27,42 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage, leaves
-from lightning_hetero.runtime.activations.random import RandomState
 from lightning_hetero.runtime.activations.saved import Layout, SavedTensor
 
 _ATEN = torch.ops.aten
 _OURS = frozenset({_ATEN.detach.default, _ATEN.alias.default})  # hooks call them too
 _NEVER_SPARED = frozenset({_ATEN._to_copy.default})
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The generators of the CPU and of the device."""
+
+    device: torch.device  # the device; the CPU has only its own generator
+    cpu: Tensor  # state of the CPU's generator
+    own: Tensor | None  # state of the device's; ``None`` for the CPU
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """The state of the generators now."""
+        own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), own)
+
+    def restore(self) -> None:
+        """Sets the generators to this state."""
+        torch.set_rng_state(self.cpu)
+        if self.own is not None:
+            torch.get_device_module(self.device).set_rng_state(self.own, self.device)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Continues from this state, and afterwards from where the generators were before."""
+        before = RandomState.now(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            before.restore()
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

@@ -28,8 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.runtime.activations.operators import Record, Spare
-from lightning_hetero.runtime.activations.random import RandomState
+from lightning_hetero.runtime.activations.operators import RandomState, Record, Spare
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError, Packed, SavedTensor, maker_of
 
 
