@@ -261,22 +261,6 @@ class Handlers:
         block = self._blocks[op.block]
         return None if block.uses else partial(self._on_device.weights.free, block)
 
-    def _upload(self, op: Op) -> Run:
-        """UPLOAD weights."""
-        return partial(self._on_device.weights.upload, self._blocks[op.block])
-
-    def _download(self, op: Op) -> Run:
-        """SWAP_OUT weights, which the device has updated."""
-        return partial(self._on_device.weights.download, self._blocks[op.block])
-
-    def _swap_state_in(self, op: Op) -> Run:
-        """SWAP_IN state, for an update on the device."""
-        return partial(self._on_device.updates.swap_in, self._blocks[op.block])
-
-    def _swap_state_out(self, op: Op) -> Run:
-        """SWAP_OUT state: back to the host."""
-        return partial(self._on_device.updates.swap_out, self._blocks[op.block])
-
     def _send_gradients(self, op: Op) -> Run | None:
         """GRAD: gradients leave the device."""
         block = self._blocks[op.block]
@@ -461,13 +445,13 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.FETCH, Payload.STATE, Lane.DISK_READ): Handlers._open_state,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.DISK_READ): Handlers._release,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.H2D): Handlers._free,
-    (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): Handlers._upload,
+    (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): lambda h, op: partial(h._on_device.weights.upload, h._blocks[op.block]),
     (OpKind.GRAD, Payload.GRADIENTS, Lane.D2H): Handlers._send_gradients,
-    (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): Handlers._swap_state_in,
+    (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): lambda h, op: partial(h._on_device.updates.swap_in, h._blocks[op.block]),
     (OpKind.UPDATE, Payload.STATE, Lane.CPU): Handlers._update,
     (OpKind.UPDATE, Payload.STATE, Lane.COMPUTE): Handlers._update,
-    (OpKind.SWAP_OUT, Payload.STATE, Lane.D2H): Handlers._swap_state_out,
-    (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): Handlers._download,
+    (OpKind.SWAP_OUT, Payload.STATE, Lane.D2H): lambda h, op: partial(h._on_device.updates.swap_out, h._blocks[op.block]),
+    (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): lambda h, op: partial(h._on_device.weights.download, h._blocks[op.block]),
     (OpKind.STORE, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._store_updated,
     (OpKind.STORE, Payload.STATE, Lane.DISK_WRITE): Handlers._store_updated,
     (OpKind.MIRROR, Payload.WEIGHTS, Lane.D2H): Handlers._lend,

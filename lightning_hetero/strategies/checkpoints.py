@@ -18,17 +18,9 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.store.format.earlier_runs import bring, comes_from, make_way
 from lightning_hetero.store.format.pins import roll_back
-from lightning_hetero.strategies import checkpoint_io
+from lightning_hetero.strategies import checkpoint_io, resume
 from lightning_hetero.strategies.namespaces import lightning_of
-from lightning_hetero.strategies.resume import (
-    State,
-    as_checkpoint,
-    check_loops,
-    is_store,
-    last_kept,
-    read_for_evaluation,
-    read_state,
-)
+from lightning_hetero.strategies.resume import State
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -160,12 +152,12 @@ class Checkpoints:
         self.resumed = None
         self.opened.close()
         self.tunes &= not _is_of_tuner(path)
-        if not is_store(path):
+        if not resume.is_store(path):
             return plain()
         run = self._run
         store, own, module, precision = Path(path).resolve(), run.options.disk_path, run.module, run.strategy.precision_plugin
         if not lightning_of(module.trainer).is_fit(module.trainer):
-            return read_for_evaluation(store, module, precision, self.opened)
+            return resume.read_for_evaluation(store, module, precision, self.opened)
         if own is None:
             raise ConfigError(
                 f"ckpt_path {str(store)!r} is a store, and this run has none of its own to go on in. Pass the same path as "
@@ -180,20 +172,20 @@ class Checkpoints:
                 "new_run=True has no effect: ckpt_path is the store at disk_path, %r, and training resumes from its last kept "
                 "step. To start a new run, leave ckpt_path out.", str(own),
             )  # fmt: skip
-        kept = last_kept(store)
+        kept = resume.last_kept(store)
         self.resumed = self._state_of(kept)
         if kept != store:
             roll_back(store, kept)
-        return as_checkpoint(self.resumed, precision)
+        return resume.as_checkpoint(self.resumed, precision)
 
     def _state_of(self, kept: Path) -> State:
-        state = read_state(kept)
-        check_loops(state, kept, self._run.module.trainer)
+        state = resume.read_state(kept)
+        resume.check_loops(state, kept, self._run.module.trainer)
         return state
 
     def _brought(self, path: Path, own: Path) -> Path:
         """Copies another store's last step to the run's own, unless an earlier run has done so."""
-        kept = last_kept(path)
+        kept = resume.last_kept(path)
         self._state_of(kept)  # refuses an unusable store before anything changes
         new_run = self._run.options.new_run
         if not new_run and comes_from(own, kept):

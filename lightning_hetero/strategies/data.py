@@ -35,17 +35,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.strategies.loader_state import (
-    LoaderState,
-    described,
-    early_warnings,
-    generators,
-    has_persistent_workers,
-    python_state,
-    set_generators,
-    set_python_state,
-    take_generators,
-)
+from lightning_hetero.strategies import loader_state
 from lightning_hetero.strategies.namespaces import lightning_of
 
 _MOMENTS = 16
@@ -58,7 +48,7 @@ RandomStates = dict[str, Any]  # of torch, Python, and NumPy and CUDA if they ar
 
 def random_state() -> RandomStates:
     """The states of the global random generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": python_state(random)}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
     if torch.cuda.is_available():
@@ -73,7 +63,7 @@ def set_random_state(state: RandomStates) -> None:
         ConfigError: They do not fit this process.
     """
     try:
-        set_python_state(random, state["python"])
+        loader_state.set_python_state(random, state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             importlib.import_module("numpy").random.set_state(state["numpy"])
@@ -115,7 +105,7 @@ class TrainingData:
         self._made: list[Any] = []  # dataloaders whose iterator is made next
         self._started: _Moment | None = None  # persistent workers were started
         self._moments: list[_Moment] = []
-        self._loader_state = LoaderState(())
+        self._loader_state = loader_state.LoaderState(())
         self._memory: dict[str, Any] = {}
         self._generators: dict[str, Any] = {}
         self._loaders: list[dict[str, Any]] = []
@@ -134,8 +124,8 @@ class TrainingData:
     def loader_made(self, loader: Any) -> None:
         """A training dataloader was made. The iterator over all of them is made next."""
         self._made.append(loader)
-        self._loader_state, self._generators = LoaderState(self._made), generators(self._made)
-        for text in early_warnings(self._made):
+        self._loader_state, self._generators = loader_state.LoaderState(self._made), loader_state.generators(self._made)
+        for text in loader_state.early_warnings(self._made):
             self._warn(text)
         self._begin(None)
 
@@ -156,8 +146,8 @@ class TrainingData:
         if not isinstance(followed, _Followed):
             followed = fetcher._combined_loader = _Followed(followed, self)
         fetcher.iterator = followed
-        self._loaders = described(followed.loader.flattened)
-        self._started = self._moments[0] if any(map(has_persistent_workers, followed.loader.flattened)) else None
+        self._loaders = loader_state.described(followed.loader.flattened)
+        self._started = self._moments[0] if any(map(loader_state.has_persistent_workers, followed.loader.flattened)) else None
         self._look(followed.loader)
         self._settle(followed.loader)
 
@@ -168,7 +158,7 @@ class TrainingData:
     # ---- an iterator -------------------------------------------------------------------------
 
     def _moment(self, at: int) -> _Moment:
-        return _Moment(at, random_state(), take_generators(self._generators), set())
+        return _Moment(at, random_state(), loader_state.take_generators(self._generators), set())
 
     def _begin(self, combined: Any) -> None:
         """An iterator is made next."""
@@ -281,7 +271,7 @@ class TrainingData:
             "samplers_know_epoch": self._samplers_know_epoch,
             "moments": [moment.to_dict() for moment in moments],
             "memory": self._memory,
-            "generators": take_generators(self._generators),
+            "generators": loader_state.take_generators(self._generators),
             "drawn": self._drawn,
             "calls": self._calls,
             "fetched": fetcher.fetched,
@@ -319,7 +309,7 @@ class TrainingData:
         loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch = map(_from_epoch, reloaded)
         fetcher, combined = loop._data_fetcher, loop._combined_loader
         if "loaders" in data and not loop.epoch_loop.batch_progress.is_last_batch:  # absent in old stores
-            self._compare(data["loaders"], described(combined.flattened))
+            self._compare(data["loaders"], loader_state.described(combined.flattened))
         self._made = []
         if self._is_lost:
             self._warn(
@@ -328,7 +318,7 @@ class TrainingData:
         batches: list[Any] = []
         if not all(isinstance(loader, self._stateful_type) for loader in combined.flattened):
             batches = self._replay(combined, moments, started, drawn, held)
-            set_generators(self._generators, now)  # others may have used them too
+            loader_state.set_generators(self._generators, now)  # others may have used them too
             fetcher.reset()
             fetcher.fetched, fetcher.done = fetched, done
             if held:
@@ -405,7 +395,7 @@ class TrainingData:
         return batches
 
     def _set(self, moment: _Moment) -> None:
-        set_generators(self._generators, moment.generators)
+        loader_state.set_generators(self._generators, moment.generators)
         set_random_state(moment.random)
 
 
@@ -422,8 +412,8 @@ def validation_state(trainer: Any) -> dict[str, Any] | None:
     loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     if loader is None:
         return None
-    started = [has_persistent_workers(one) and one._iterator is not None for one in loader.flattened]
-    return {"generators": take_generators(generators(loader.flattened)), "started": started}
+    started = [loader_state.has_persistent_workers(one) and one._iterator is not None for one in loader.flattened]
+    return {"generators": loader_state.take_generators(loader_state.generators(loader.flattened)), "started": started}
 
 
 def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
@@ -442,9 +432,9 @@ def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
         trainer.training = True
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
     for loader, started in zip(loaders, state["started"], strict=False):
-        if started and has_persistent_workers(loader) and loader._iterator is None:
+        if started and loader_state.has_persistent_workers(loader) and loader._iterator is None:
             iter(loader)
-    set_generators(generators(loaders), state["generators"])
+    loader_state.set_generators(loader_state.generators(loaders), state["generators"])
 
 
 class _EndedError(ConfigError):

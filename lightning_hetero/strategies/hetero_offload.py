@@ -13,6 +13,7 @@ from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
@@ -20,22 +21,6 @@ from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import Choices, OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
-from lightning_hetero.strategies.option_checks import (
-    REPLAN_DRIFT,
-    check_device_memory,
-    check_keeping,
-    check_planning,
-    count,
-    drift,
-    emulated,
-    flag,
-    local_path,
-    one_of,
-    planner,
-    planner_name,
-    sources,
-    steps,
-)
 from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -131,44 +116,44 @@ class HeteroOffload(_Base):
         verify_digests: bool = False,
         link_checkpoints: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
-        replan_drift: float | None = REPLAN_DRIFT,
+        replan_drift: float | None = checked.REPLAN_DRIFT,
         trace: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        device = emulated(device)
-        autoplan, most_drift = None, drift(replan_drift)
-        if (name := planner_name(plan)) is not None:
+        device = checked.emulated(device)
+        autoplan, most_drift = None, checked.drift(replan_drift)
+        if (name := checked.planner_name(plan)) is not None:
             autoplan = Autoplan(name, Machine(hardware_profile), drift=most_drift)
         else:
-            check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
+            checked.check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
         options = SessionOptions(
-            plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
+            plans=(checked.planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
             block_cls=block_cls,
             host_memory=parse_bytes(host_memory, name="host_memory"),
             device_memory=parse_bytes(device_memory, name="device_memory"),
             device=device,
-            disk_path=local_path("disk_path", disk_path),
+            disk_path=checked.local_path("disk_path", disk_path),
             disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
-            new_run=flag("new_run", new_run),
-            allow_tmpfs=flag("allow_tmpfs", allow_tmpfs),
-            allow_rotational=flag("allow_rotational", allow_rotational),
-            trace=flag("trace", trace),
+            new_run=checked.flag("new_run", new_run),
+            allow_tmpfs=checked.flag("allow_tmpfs", allow_tmpfs),
+            allow_rotational=checked.flag("allow_rotational", allow_rotational),
+            trace=checked.flag("trace", trace),
             on_patched=release_pages,
-            keep_every=count("keep_every", keep_every, most=10**6),
+            keep_every=checked.count("keep_every", keep_every, most=10**6),
             poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
             engine=EngineOptions(
-                io_backend=one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
-                io_threads=count("io_threads", io_threads),
-                update_threads=0 if update_threads is None else count("update_threads", update_threads),
-                durability=one_of("durability", durability, ("none", "process", "power")),
-                verify_digests=flag("verify_digests", verify_digests),
+                io_backend=checked.one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
+                io_threads=checked.count("io_threads", io_threads),
+                update_threads=0 if update_threads is None else checked.count("update_threads", update_threads),
+                durability=checked.one_of("durability", durability, ("none", "process", "power")),
+                verify_digests=checked.flag("verify_digests", verify_digests),
                 emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
             ),
         )
-        check_device_memory(options)
-        check_keeping(options, link_checkpoints=link_checkpoints)
+        checked.check_device_memory(options)
+        checked.check_keeping(options, link_checkpoints=link_checkpoints)
         super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.run = OffloadRun(
             self,
@@ -176,9 +161,9 @@ class HeteroOffload(_Base):
                 options=options,
                 autoplan=autoplan,
                 device=device,
-                weights=sources(weights),
-                verify=steps("verify", verify),
-                link_checkpoints=flag("link_checkpoints", link_checkpoints),
+                weights=checked.sources(weights),
+                verify=checked.steps("verify", verify),
+                link_checkpoints=checked.flag("link_checkpoints", link_checkpoints),
             ),
         )
 
