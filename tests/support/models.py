@@ -170,7 +170,8 @@ class Manual(LitModel):
         optimizer.zero_grad()
         loss = self.loss(batch)
         self.manual_backward(loss)
-        self.losses += [loss.detach().clone(), self.model.blocks[0].up.weight.grad.norm()]
+        params = [*self.model.blocks[0].parameters(), self.model.head.weight]  # the block may be frozen, or left out
+        self.losses += [loss.detach().clone(), next(p.grad for p in params if p.grad is not None).norm()]
         optimizer.step()
 
 

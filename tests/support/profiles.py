@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, UpdateOrder
+from lightning_hetero.ir.plan import TRAINED, BlockPlan, Plan, Saved, UpdateOrder
 from lightning_hetero.planners.holistic.block_choices import placements, policies
 
 MB = 10**6
@@ -39,6 +39,16 @@ def block_profiles(draw: st.DrawFn, name: str, *, pinned: bool = False) -> Block
     )
 
 
+def divided(layer: BlockProfile, percent: int) -> tuple[BlockProfile, BlockProfile]:
+    """A frozen layer behind a part of it that trains: so many parameters, in percent of the layer's."""
+    params = layer.num_params * percent // 100
+    part = BlockProfile(
+        name=f"{layer.name}{TRAINED}", num_params=params, num_trainable_params=params, forward_s=0.0, backward_s=0.0,
+        forward_flop=0.0, activation_bytes=0, boundary_bytes=0, transient_bytes=0, pinned=True,
+    )  # fmt: skip
+    return part, replace(layer, num_trainable_params=0)
+
+
 @st.composite
 def models(draw: st.DrawFn) -> ModelProfile:
     count = draw(st.integers(1, 6))
@@ -47,6 +57,9 @@ def models(draw: st.DrawFn) -> ModelProfile:
         layers = [replace(layer, name=f"layers.{i}") for i in range(count)]
     else:
         layers = [draw(block_profiles(f"layers.{i}")) for i in range(count)]
+    if not draw(st.integers(0, 2)):
+        percent = draw(st.integers(1, 20))
+        layers = [half for layer in layers for half in divided(layer, percent)]
     ends = [draw(block_profiles(name, pinned=True)) for name in ("embedding", "head")] if draw(st.booleans()) else []
     return ModelProfile(
         name="m",

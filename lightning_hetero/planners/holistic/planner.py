@@ -23,7 +23,7 @@ from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import TRAINED, Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import fitted
 from lightning_hetero.planners.baselines import BASELINES, disk, variants
@@ -121,9 +121,10 @@ def _splits(allowed: Sequence[int], model: ModelProfile, hardware: HardwareProfi
 
 def _evaluations(model: ModelProfile) -> int:
     least, most = _EVALUATIONS
-    if len(model.blocks) <= _FEW_BLOCKS:
+    count = sum(not b.name.endswith(TRAINED) for b in model.blocks)  # trained parts take hardly any time
+    if count <= _FEW_BLOCKS:
         return _OF_FEW_BLOCKS
-    return max(least, min(most, _SIMULATED_BLOCKS // (len(model.blocks) + 2)))
+    return max(least, min(most, _SIMULATED_BLOCKS // (count + 2)))
 
 
 class _Joint:
@@ -189,9 +190,12 @@ class _Joint:
         It is 0 if nothing is known before the planner runs.
         """
         h, shape = self.evaluator.hardware, self.evaluator.model.shape()
+        weight_bytes = sum(b.weight_bytes for b in shape.blocks)
+        if name == "deep_optimizer_states" and not h.shared_memory and weight_bytes > h.device_memory_bytes:
+            return math.inf  # it keeps all weights on the device
         if name in _WITHOUT_DISK:
             memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
-            return math.inf if sum(b.weight_bytes + b.state_bytes for b in shape.blocks) > memory else 0.0
+            return math.inf if weight_bytes + sum(b.state_bytes for b in shape.blocks) > memory else 0.0
         # LoHan places weights and state as disk does, and whatever becomes of activations takes
         # longer than keeping them.
         plan = replace(disk(shape), priority=False, micro_batches=self.parts)
