@@ -15,10 +15,14 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 _Change = Callable[[BlockPlan], BlockPlan]
 
 
-def demotions(plan: Plan, model: ModelShape, *, native: bool) -> Iterator[tuple[Plan, str]]:
+def demotions(plan: Plan, model: ModelShape, *, native: bool, trains: bool = True) -> Iterator[tuple[Plan, str]]:
     """Yields plans that need less device memory, the cheapest first, each with the change in words.
 
-    ``native``: state may leave the device; no optimizer updates it there by its own code.
+    Args:
+        plan: The plan in force, resolved.
+        model: The blocks.
+        native: State may leave the device; no optimizer updates it there by its own code.
+        trains: Forward saves activations for a backward.
     """
 
     def off_device(row: BlockPlan) -> BlockPlan:
@@ -40,11 +44,13 @@ def demotions(plan: Plan, model: ModelShape, *, native: bool) -> Iterator[tuple[
         ("moves optimizer state to the host", lambda row: row.update is UpdateLane.DEVICE, off_device),
         ("moves weights to the host", lambda row: row.weights is Tier.DEVICE, lambda row: replace(row, weights=Tier.HOST)),
     ]
-    for what, gives, change in [*activations, *(tiers if native else [])]:
+    kinds = [*(activations if trains else []), *(tiers if native else [])]
+    recomputes = trains and any(not model.blocks[i].pinned and row.saved is Saved.KEEP for i, row in enumerate(plan.blocks))
+    if not recomputes and plan.prefetch_depth > 1:
+        yield replace(plan, prefetch_depth=1, predicted=None, objective_s=None), "brings one block at a time"
+    for what, gives, change in kinds:
         able = [i for i, row in enumerate(plan.blocks) if not model.blocks[i].pinned and gives(row)]
         chosen = set(able[: (len(able) + 1) // 2])
         if chosen:
             rows = tuple(change(row) if i in chosen else row for i, row in enumerate(plan.blocks))
             yield replace(plan, blocks=rows, predicted=None, objective_s=None), f"{what} ({len(chosen)} blocks)"
-        elif what == activations[0][0] and plan.prefetch_depth > 1:
-            yield replace(plan, prefetch_depth=1, predicted=None, objective_s=None), "brings one block at a time"

@@ -400,10 +400,13 @@ class Executor:
 
     # ---- rest ------------------------------------------------------------------------------------
 
-    def give_up(self) -> None:
-        """Drops gradients, activations and ops of the batches since the last update.
+    def give_up(self, *, gradients: bool) -> None:
+        """Drops activations and ops of the batches since the last update.
 
         Waits for that update. Weights and state are then its results.
+
+        Args:
+            gradients: Drops gradients, too.
         """
         for _ in range(2):  # the second time raises errors that are not about memory
             try:
@@ -416,6 +419,10 @@ class Executor:
         if self.handlers.activations is not None:
             self.handlers.activations.begin_batch()
         self._close_all(opened=True)
+        if gradients:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for block in self.blocks:
             for param in block.params():
                 param.grad = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import Strategy
 
+_T = TypeVar("_T")
+
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +76,7 @@ class OffloadRun:
         # From ``setup`` on. A model that is too large for memory keeps it after ``teardown``.
         self.session: Session | None = None
         self.training: Training | None = None  # the steps of the current fit
+        self._retry: StepRetry | None = None
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
         self._callback: callbacks.PlanningCallback | None = None  # of the current or the last fit
@@ -170,7 +173,7 @@ class OffloadRun:
         else:
             self.strategy.setup_precision_plugin()
             session.start(None, StepRules(), default_root=local_root(trainer))
-            self._placed()
+            self._placed(session)
         self.checkpoints.load_waiting()
 
     def _open(self, resumed: State | None, *, fits: bool) -> Session:
@@ -217,7 +220,7 @@ class OffloadRun:
         state = TrainingState(trainer, changes) if session.keeps_steps else None
         if resumed is not None:
             load_buffers(module, resumed["buffers"])
-        self._placed()
+        self._placed(session)
         self.training = Training(
             session=session,
             executor=self.executor,
@@ -227,15 +230,16 @@ class OffloadRun:
             autoplan=self.autoplan,
             state=state,
             verifier=verifier,
-            retry=self._retry(session),
+            retry=self._retry,
             peers=self._peers,
             is_trial=lambda: self.checkpoints.tunes or bool(vars(trainer)["fast_dev_run"]),
             make_links=self.checkpoints.make_links,
         )
 
-    def _placed(self) -> None:
+    def _placed(self, session: Session) -> None:
         """The session has started, and the model has its content."""
         self.built = None
+        self._retry = self._retries(session)
         self._move_rest()  # buffers that had no content before
         self._imported = weakref.ref(self.module)
 
@@ -258,15 +262,15 @@ class OffloadRun:
             left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
             self.change(replace(self.options, device=left))
 
-    def _retry(self, session: Session) -> StepRetry | None:
+    def _retries(self, session: Session) -> StepRetry | None:
         """Repeats steps, except in a group, where the other ranks would have to repeat them."""
         executor = self.executor
         if self._peers is not None or executor.device is None:
             return None
-        return StepRetry(session, executor, strategy=self.strategy, module=self.module, on_demotion=self._demoted)
+        return StepRetry(session, executor, module=self.module, on_demotion=self._demoted)
 
     def _demoted(self, error: BaseException) -> Callable[[Plan], Plan]:
-        if self.autoplan is None or self.session is None:
+        if self.autoplan is None or self.session is None or self.training is None:
             return lambda plan: plan
         self.autoplan.demoted(error, self.session.device_memory or 0)
         return partial(self.autoplan.lesser, self.session)
@@ -294,19 +298,22 @@ class OffloadRun:
         else:
             go_on(self.module.trainer, resumed, state.data)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A batch that only reads weights runs in the context."""
-        executor = None if self.session is None else self.session.executor  # None after the Trainer's teardown
+    def evaluate(self, plain: Callable[[], _T]) -> _T:
+        """Runs a batch that only reads weights."""
         if self._peers is not None:
             self._peers.batch_begins(training=False)
-        if executor is not None:
+        executor = None if self.session is None else self.session.executor
+        if executor is None:  # after the Trainer's teardown
+            return plain()
+
+        def run() -> _T:
             executor.begin_step(training=False)
-        try:
-            yield
-        finally:
-            if executor is not None:
+            try:
+                return plain()
+            finally:
                 executor.residency.end_batch()
+
+        return run() if self._retry is None else self._retry.evaluate(run)
 
     def take_step_seconds(self) -> float | None:
         """As a batch ends: seconds of its optimizer step's batches; ``None`` without a step."""
@@ -329,6 +336,7 @@ class OffloadRun:
         if self.training is not None:
             self.training.close()
             self.training = None
+        self._retry = None
         trainer = self.trainer
         if trainer is not None:
             self._warn_of_lost_step(trainer)
@@ -377,7 +385,7 @@ class OffloadRun:
         self.session = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), **dict.fromkeys(("session", "training", "built", "_imported"))}
+        return {**vars(self), **dict.fromkeys(("session", "training", "_retry", "built", "_imported"))}
 
     # ---- while there is a session, and after it -------------------------------------------------
 

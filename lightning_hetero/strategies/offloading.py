@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelProfile
@@ -94,26 +94,26 @@ class Offloading(_Base):
         plain = partial(super().training_step, *args, **kwargs)
         return plain() if training is None else training.training_step(plain, args, kwargs)
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """A backward begins."""
-        super().pre_backward(closure_loss)
-        if self.run.training is not None:
-            self.run.training.loss = weakref.ref(closure_loss)
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object) -> Tensor:
+        """Runs a batch's backward and the hooks around it."""
+        training, plain = self.run.training, super().backward
+
+        def run(loss: Tensor) -> Tensor:
+            return plain(loss, optimizer, *args, **kwargs)
+
+        return run(closure_loss) if training is None else training.backward(run, closure_loss)
 
     def validation_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Runs a batch that only reads weights."""
-        with self.run.evaluating():
-            return super().validation_step(*args, **kwargs)
+        return self.run.evaluate(partial(super().validation_step, *args, **kwargs))
 
     def test_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Runs a batch that only reads weights."""
-        with self.run.evaluating():
-            return super().test_step(*args, **kwargs)
+        return self.run.evaluate(partial(super().test_step, *args, **kwargs))
 
     def predict_step(self, *args: object, **kwargs: object) -> object:
         """Runs a batch that only reads weights."""
-        with self.run.evaluating():
-            return super().predict_step(*args, **kwargs)
+        return self.run.evaluate(partial(super().predict_step, *args, **kwargs))
 
     # ---- checkpoints -------------------------------------------------------------------------
 

@@ -1,4 +1,6 @@
-"""Repeats a step that did not fit the device's memory, under a plan that needs less of it.
+"""Repeats what did not fit the device's memory, under a plan that needs less of it.
+
+A training step begins again from its first batch; an evaluation repeats one batch.
 
 [Note: Clean state]
 A step can be repeated only from a clean state: its gradients are dropped, buffers, metrics and
@@ -8,9 +10,9 @@ not fit. A batch may not fit if no batch of its size has fitted and ended in a s
 in force, or if torch can get less of the device now than it could then, because another process
 uses it or it is fragmented. Waiting changes no bit.
 
-``training_step`` runs again, and so do the hooks before backward. ``self.log`` takes effect once,
-in the first attempt that reaches the call. If a module counts in attributes of its own, it counts
-twice.
+``training_step`` runs again, and so do the hooks before and after backward. ``self.log`` takes
+effect once, in the first attempt that reaches the call. If a module counts in attributes of its
+own, it counts twice.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
@@ -42,7 +43,6 @@ from lightning_hetero.units import MIB
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 _T = TypeVar("_T")
@@ -56,6 +56,16 @@ _eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.di
 
 log = logging.getLogger(__name__)
 
+_BETWEEN = "between forward and backward"
+_AFTER = "after backward"
+
+
+@dataclass(slots=True)
+class _Logged:
+    """Calls of ``log`` that have taken effect, over all attempts of a batch."""
+
+    calls: int = 0
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -64,10 +74,27 @@ class _Batch:
     run: Callable[[], STEP_OUTPUT]
     content: object  # its arguments
     random: RandomStates  # random generators before it
-    optimizer: Optimizer | None = None  # argument of its backward, besides the loss, ``args`` and ``kwargs``
-    args: tuple[object, ...] = ()
-    kwargs: dict[str, object] = field(default_factory=dict)
-    logged: int = 0  # calls of ``log`` that have taken effect, over all attempts
+    backward: Callable[[Tensor], Tensor] | None = None  # from its loss, with the hooks around it
+    logged: _Logged = field(default_factory=_Logged)
+
+
+class _State:
+    """Buffers and metrics as they are before something that may be repeated."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._buffers, self._metrics = ChangingBuffers(root), MetricStates(root)
+
+    def remember(self) -> None:
+        """It begins."""
+        self._buffers.remember()
+        self._metrics.remember()
+
+    def restore(self) -> bool:
+        """It will begin again; false if a buffer cannot be restored."""
+        if not self._buffers.restore():
+            return False
+        self._metrics.restore()
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +130,16 @@ class StepRetry:
         session: Session,
         executor: Executor,
         *,
-        strategy: Strategy,
         module: pl.LightningModule,
         on_demotion: Callable[[BaseException], Callable[[Plan], Plan]],
     ) -> None:
-        self._session, self._executor, self._strategy, self._module = session, executor, strategy, module
+        self._session, self._executor, self._module = session, executor, module
         self._on_demotion = on_demotion
         self._result = lightning_of(module.trainer).module("loops.optimization.automatic").ClosureResult
-        self._buffers, self._metrics = ChangingBuffers(session.root), MetricStates(session.root)
+        self._before_step, self._before_evaluation = _State(session.root), _State(session.root)
         self._log = _Log(module)
         self._batches: list[_Batch] = []  # of the current step
-        self._repeats = False  # an earlier batch of the step is repeated now
+        self._outside = ""  # where the step is, outside forward and backward
         self._fitted: _Demand | None = None  # the largest that ended in a step
         self._spare_bytes = 0  # what torch could get as the current batch began
         self._demotions = 0
@@ -123,12 +149,27 @@ class StepRetry:
         self._batches.clear()
         self._demotions = 0
 
+    def evaluate(self, run: Callable[[], _T]) -> _T:
+        """Runs a batch that only reads weights, under lesser plans if necessary."""
+        self._before_evaluation.remember()
+        self._demotions = 0
+        random, logged = random_state(), _Logged()
+
+        def first() -> _T:
+            with self._log.of(logged, begins=True):
+                return run()
+
+        def again() -> _T:
+            set_random_state(random)
+            return first()
+
+        return self._until_it_fits(first, again, self._give_up_evaluation)
+
     def training_step(self, run: Callable[[], STEP_OUTPUT], content: object) -> STEP_OUTPUT:
         """Runs a batch's forward, under lesser plans if necessary."""
         executor = self._executor
         if not self._batches:
-            self._buffers.remember()
-            self._metrics.remember()
+            self._before_step.remember()
         batch = _Batch(run, content, random_state())
         self._batches.append(batch)
         self._spare_bytes = (executor.lanes.spare_bytes() or 0) if executor.may_defer else 0
@@ -138,76 +179,67 @@ class StepRetry:
             self._repeat_earlier()
             return self._run(batch)
 
-        return self._until_it_fits(partial(self._forward_of, batch), again)
+        return self._until_it_fits(partial(self._forward_of, batch), again, self._give_up_step)
 
-    def backward(
-        self,
-        run: Callable[[Tensor], None],
-        loss: Tensor,
-        held: Tensor | None,
-        optimizer: Optimizer | None,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> None:
-        """Runs a batch's backward; under a lesser plan its forward too, to the same loss."""
-        if self._repeats or not self._batches:
-            run(loss)
-            return
+    def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
+        """Runs a batch's backward; under a lesser plan its forward too, to the same loss.
+
+        Args:
+            run: Runs it from a loss, with the hooks before and after it.
+            loss: The loss. If it did not fit, it has lost its graph.
+        """
+        if not self._batches:
+            return run(loss)
         batch = self._batches[-1]
-        batch.optimizer, batch.args, batch.kwargs = optimizer, args, kwargs
+        batch.backward = run
 
-        def first() -> None:
+        def first() -> Tensor:
             try:
-                with self._log.of(batch):
-                    run(loss)
+                return self._backward_of(batch, loss)
             except OUT_OF_MEMORY:
-                for tensor in (loss, held):
-                    if tensor is not None:
-                        tensor.detach_()  # Lightning holds it, and with it the graph
+                loss.detach_()  # Lightning holds it, and with it the graph
                 raise
 
-        def again() -> None:
+        def again() -> Tensor:
             self._repeat_earlier()
             found = self._loss_of(self._run(batch))
-            if found is None:
-                return
-            with self._log.of(batch, silent=True):
-                self._strategy.pre_backward(found)
-                scaled = self._strategy.precision_plugin.pre_backward(found, self._module)
-            del found
-            with self._log.of(batch):
-                run(scaled)
+            return loss if found is None else self._backward_of(batch, found)
 
-        self._until_it_fits(first, again)
+        closed = self._until_it_fits(first, again, self._give_up_step)
         self._has_fitted()
+        return closed
+
+    @contextmanager
+    def between_hooks(self) -> Iterator[None]:
+        """Backward itself runs in the context; around it the hooks before and after it run."""
+        self._outside = ""
+        yield
+        self._outside = _AFTER
 
     def step_failed(self, error: BaseException) -> HeteroError:
         """The error if memory was too small after backward, when nothing is repeated."""
+        if self._outside == _BETWEEN:
+            return _final(error, f"{_BETWEEN}, in on_before_zero_grad, which does not begin again")
         why = "in the optimizer's step, after backward, which does not begin again: what is in memory may be of two steps"
         return _final(error, why)
 
     # ---- attempts ----------------------------------------------------------------------------
 
-    def _until_it_fits(self, attempt: Callable[[], _T], again: Callable[[], _T]) -> _T:
+    def _until_it_fits(self, attempt: Callable[[], _T], again: Callable[[], _T], give_up: Callable[[BaseException], None]) -> _T:
         while True:
             try:
                 return attempt()
             except OUT_OF_MEMORY as out:
                 error = _bare(out)
-            self._give_up(error)
+            give_up(error)
             attempt = again
 
     def _repeat_earlier(self) -> None:
-        """Repeats the step's earlier batches; hooks of their backward have logged before."""
-        self._repeats = True
-        try:
-            for batch in self._batches[:-1]:
-                loss = self._loss_of(self._run(batch))
-                if loss is not None:
-                    with self._log.of(batch, silent=True):
-                        self._strategy.backward(loss, batch.optimizer, *batch.args, **batch.kwargs)
-        finally:
-            self._repeats = False
+        """Repeats the step's earlier batches."""
+        for batch in self._batches[:-1]:
+            loss = self._loss_of(self._run(batch))
+            if loss is not None:
+                self._backward_of(batch, loss)
 
     def _loss_of(self, output: STEP_OUTPUT) -> Tensor | None:
         loss: Tensor | None = self._result.from_training_step_output(
@@ -221,30 +253,44 @@ class StepRetry:
         return self._forward_of(batch)
 
     def _forward_of(self, batch: _Batch) -> STEP_OUTPUT:
-        with self._log.of(batch, begins=True):
-            return batch.run()
+        self._outside = ""
+        with self._log.of(batch.logged, begins=True):
+            output = batch.run()
+        self._outside = _BETWEEN
+        return output
 
-    def _give_up(self, error: BaseException) -> None:
+    def _backward_of(self, batch: _Batch, loss: Tensor) -> Tensor:
+        self._outside = _BETWEEN
+        with self._log.of(batch.logged):
+            return loss if batch.backward is None else batch.backward(loss)
+
+    def _give_up_step(self, error: BaseException) -> None:
         """Discards the step's results, and changes to a plan that needs less of the device.
 
         Raises:
             BatchMemoryError: The step cannot be repeated, or no lesser plan is left.
         """
-        executor = self._executor
-        where = executor.where
+        where = self._outside or self._executor.where
         self._refuse(error, where)
+        self._change_plan(error, where, self._before_step, trains=True)
+
+    def _give_up_evaluation(self, error: BaseException) -> None:
+        """The same for a batch that only reads weights; gradients of a step under way stay."""
+        self._change_plan(error, f"in an evaluation, {self._executor.where}", self._before_evaluation, trains=False)
+
+    def _change_plan(self, error: BaseException, where: str, before: _State, *, trains: bool) -> None:
+        executor = self._executor
         predicted = self._on_demotion(error)
-        executor.give_up()
+        executor.give_up(gradients=trains)
         gc.collect()
         if executor.lanes.device.type != "cpu":
             torch.accelerator.empty_cache()
-        if not self._buffers.restore():
+        if not before.restore():
             raise _final(error, f"{where}, and a buffer that never changed before has changed in the failed attempt")
-        self._metrics.restore()
         self._demotions += 1
         native = all(binding.capability is Rule.NATIVE for binding in self._session.bindings)
-        before = executor.plan
-        options = demotions(before, executor.model, native=native)
+        failed = executor.plan
+        options = demotions(failed, executor.model, native=native, trains=trains)
         for plan, what in options if self._demotions <= _MOST else ():
             try:
                 self._session.replan(predicted(plan))
@@ -253,9 +299,10 @@ class StepRetry:
                     raise  # the engine has stopped
                 log.info("device memory: a plan that %s is refused: %s", what, refusal)
                 continue
-            log.warning("The device's memory is too small %s: %s The plan now %s; the step begins again.", where, error, what)
+            begins = "step" if trains else "batch"
+            log.warning("The device's memory is too small %s: %s The plan now %s; the %s begins again.", where, error, what, begins)
             return
-        raise _final(error, f"{where}, and plan {before.name!r} has nothing left to give up")
+        raise _final(error, f"{where}, and plan {failed.name!r} has nothing left to give up")
 
     def _refuse(self, error: BaseException, where: str) -> None:
         if not self._module.automatic_optimization:
@@ -315,34 +362,32 @@ class _Log:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._batch: _Batch | None = None  # whose calls are counted; None: calls are left out
+        self._logged = _Logged()  # of the batch under way
         self._log: Callable[..., None] = module.log
         self._calls = 0  # of the current attempt
 
     @contextmanager
-    def of(self, batch: _Batch, *, begins: bool = False, silent: bool = False) -> Iterator[None]:
-        """Counts calls of ``log`` in the context; ``silent``: they have taken effect before."""
+    def of(self, logged: _Logged, *, begins: bool = False) -> Iterator[None]:
+        """Counts calls of ``log`` in the context; ``begins``: an attempt does."""
         attributes = vars(self._module)
         outer = attributes.get("log")
         if outer is not self:
             self._log = self._module.log
         if begins:
             self._calls = 0
-        before, self._batch = self._batch, None if silent else batch
+        before, self._logged = self._logged, logged
         attributes["log"] = self
         try:
             yield
         finally:
-            self._batch = before
+            self._logged = before
             del attributes["log"]
             if outer is not None:
                 attributes["log"] = outer
 
     @_eager
     def __call__(self, *args: object, **kwargs: object) -> None:
-        if self._batch is None:
-            return
         self._calls += 1
-        if self._calls > self._batch.logged:
+        if self._calls > self._logged.calls:
             self._log(*args, **kwargs)
-            self._batch.logged = self._calls
+            self._logged.calls = self._calls

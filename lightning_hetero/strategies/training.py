@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -97,7 +96,6 @@ class Training:
         self._began_s = self._step_s = 0.0
         self._stepped = False
         self.step_ended = False  # the current batch ends in an optimizer step
-        self.loss: weakref.ref[Tensor] | None = None  # of the current backward; Lightning holds it
         self._clipping = _clipping_of(module.trainer)  # as the rules in force have it
         self._hooks = self._make_hooks(speculates=speculates)
         if state is not None:
@@ -106,7 +104,7 @@ class Training:
     def _make_hooks(self, *, speculates: bool) -> PrecisionHooks:
         return PrecisionHooks(
             self._precision,
-            backward=self.backward,
+            backward=self._backward,
             optimizer_step=self.optimizer_step,
             speculates=self._executor if speculates else None,
         )
@@ -167,31 +165,22 @@ class Training:
             self._session.await_record()
         return output
 
-    def backward(
-        self,
-        plain: Method,
-        loss: Tensor,
-        module: pl.LightningModule,
-        optimizer: Optimizer | None = None,
-        *args: object,
-        **kwargs: object,
-    ) -> None:
-        """Runs the precision plugin's ``backward`` from a scaled loss."""
-        run = partial(self._backward, plain, (module, optimizer, *args), kwargs)
-        if self._retry is None:
-            run(loss)
-        else:
-            held = None if self.loss is None else self.loss()
-            self._retry.backward(run, loss, held, optimizer, args, kwargs)
+    def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
+        """Runs Lightning's ``Strategy.backward`` of a loss: a backward and the hooks around it."""
+        return run(loss) if self._retry is None else self._retry.backward(run, loss)
 
-    def _backward(self, plain: Method, args: tuple[object, ...], kwargs: dict[str, object], loss: Tensor) -> None:
+    def _backward(self, plain: Method, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Runs the precision plugin's ``backward`` from a scaled loss."""
         executor = self._executor
         if _clipping_of(self._module.trainer) != self._clipping:  # since the batch began; the next one brings new rules
             executor.await_verdict(_CLIPPING_CHANGED)
             if self._autoplan is not None:
                 self._autoplan.abandon_batch()
         profiler = None if self._autoplan is None else self._autoplan.profiler
-        with nullcontext() if profiler is None else profiler.backward():
+        with (
+            nullcontext() if self._retry is None else self._retry.between_hooks(),
+            nullcontext() if profiler is None else profiler.backward(),
+        ):
             executor.backward_starts(loss)
             plain(loss, *args, **kwargs)
             executor.backward_ends()

@@ -13,9 +13,21 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from support.cuda import StandIn
+from support.cuda import MIXED, StandIn
 from support.models import LitModel, Manual, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.out_of_memory import FAULTS, FOUR, HOST, Failing, Once, failing
+from support.out_of_memory import (
+    FAULTS,
+    FOUR,
+    HOST,
+    ON_CPU,
+    ON_DISK,
+    Failing,
+    FailingBefore,
+    FailingInEvaluation,
+    FailingInHooks,
+    Once,
+    failing,
+)
 from support.streams import FakeCuda
 from support.verdicts import counted_verdicts
 from torch import Tensor
@@ -153,6 +165,101 @@ def test_no_smaller_plan_left_says_what_was_missing_and_where(
         failing(recipe, "resident", [(0, place, "blocks.2")] * 40, tmp_path, monkeypatch, on=ON_GPU)
     assert refusal.value.tier == "device"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning-hetero")]
+
+
+HOOKS = {
+    "before": (FailingBefore, Recipe(shape=FOUR, steps=2), HOST, [(0, "on_before_backward", "")]),
+    "after": (FailingInHooks, Recipe(shape=FOUR, steps=2), HOST, [(1, "on_after_backward", "")]),
+    "micro-batches": (
+        FailingInHooks,
+        Recipe(shape=FOUR, steps=2, accumulate=3, groups=True),
+        MIXED,
+        [(1, "on_before_backward", ""), (2, "on_after_backward", ""), (2, "backward", "blocks.2"), (3, "on_after_backward", "")],
+    ),
+    "taken back": (
+        FailingBefore,
+        Recipe(shape=FOUR, steps=4, clip=50.0),
+        ON_DISK,
+        [(1, "backward", "blocks.0"), (1, "on_before_backward", ""), (3, "on_before_backward", "")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_step_is_repeated_from_the_hooks_around_backward(
+    name: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``training_step``, these hooks run again; logs and metrics count once."""
+    kind, recipe, plan, faults = HOOKS[name]
+    plain: list[Any] = []
+    expected = run(recipe, "auto", tmp_path, module_class=kind, prepare=plain.append)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        module, _, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=kind)
+    assert_same(got, expected)
+    assert not module.faults
+    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+    messages = [m for m in (record.getMessage() for record in caplog.records) if "the step begins again" in m]
+    where = {"on_before_backward": "between forward and backward", "on_after_backward": "after backward", "backward": "in backward"}
+    assert len(messages) == len(faults)
+    assert all(f"too small {where[place]}" in message for message, (_, place, _) in zip(messages, faults, strict=True))
+
+
+def test_out_of_memory_between_forward_and_backward_is_named_where_nothing_is_repeated(fake: FakeCuda, tmp_path: Path) -> None:
+    class Zeroes(LitModel):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    with pytest.raises(
+        BatchMemoryError, match=r"between forward and backward, in on_before_zero_grad.*2\.00 MiB.*Use a smaller batch"
+    ):
+        run(Recipe(shape=FOUR), HeteroOffloadStrategy("resident"), tmp_path, module_class=Zeroes, **ON_GPU)
+
+
+EVALUATION: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
+    "validation": (Recipe(shape=FOUR, validate=True), "resident", [(-1, "forward", "blocks.2"), (-2, "end", "")]),
+    "among micro-batches": (Recipe(shape=FOUR, steps=2, accumulate=3, validate=True), ON_CPU, [(-2, "end", "")] * 3),
+    "weights come and go": (Recipe(shape=FOUR, validate=True, clip=50.0), MIXED, [(-1, "forward", "blocks.0")]),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATION)
+def test_a_batch_of_a_validation_is_repeated(
+    name: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is dropped but this batch: gradients that add up over several batches stay."""
+    recipe, plan, faults = EVALUATION[name]
+    plain: list[Any] = []
+    expected = run(recipe, "auto", tmp_path, module_class=FailingInEvaluation, prepare=plain.append)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        module, _, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=FailingInEvaluation)
+    assert_same(got, expected)
+    assert not module.faults
+    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+    assert module.seen.compute() == plain[0].seen.compute() > 0
+    messages = [m for m in (record.getMessage() for record in caplog.records) if "the batch begins again" in m]
+    assert len(messages) == len(faults)
+    assert all("in an evaluation" in m and "2.00 MiB" in m for m in messages)
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_batch_is_repeated_without_a_fit(method: str, fake: FakeCuda, tmp_path: Path) -> None:
+    def evaluate(strategy: Any, *, faults: int, **options: Any) -> tuple[Any, FailingInEvaluation]:
+        torch.manual_seed(7)
+        module = FailingInEvaluation(Recipe(shape=FOUR))
+        module.faults = [(-1, "forward", "blocks.2")] * faults
+        torch.manual_seed(11)
+        return getattr(quiet_trainer(strategy=strategy, default_root_dir=tmp_path, **options), method)(module, data(2)), module
+
+    expected, before = evaluate("auto", faults=0)
+    strategy = HeteroOffloadStrategy("resident")
+    found, module = evaluate(strategy, faults=3, **ON_GPU)
+    assert not module.faults
+    assert str(found) == str(expected)
+    assert_same(Outcome(module.losses, dict(module.state_dict()), []), Outcome(before.losses, dict(before.state_dict()), []))
+    with pytest.raises(
+        BatchMemoryError, match=r"in an evaluation, in forward, at block 'model\.blocks\.2'.*nothing left to give up"
+    ):
+        evaluate(HeteroOffloadStrategy("resident"), faults=40, **ON_GPU)
 
 
 class Clips(LitModel):

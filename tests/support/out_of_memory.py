@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_hetero import BlockPlan, Plan, Tier
 from lightning_hetero.runtime.activations.swaps import Swap
@@ -80,7 +80,8 @@ class Failing(Once):
         self.pass_by("forward" if torch._C._current_graph_task_id() == -1 else "recomputation", name)
 
     def _leaves(self, name: str, module: Any, inputs: Any, output: Tensor) -> None:
-        output.register_hook(lambda _: self.pass_by("backward", name))
+        if output.requires_grad:
+            output.register_hook(lambda _: self.pass_by("backward", name))
 
     def pass_by(self, place: str, name: str) -> None:
         """What torch's allocator raises, if it is its turn."""
@@ -93,6 +94,52 @@ class Failing(Once):
         return super().training_step(batch, batch_idx)
 
 
+class FailingInHooks(Failing):
+    """Runs out of memory in the hooks around backward, too; they log and count in a metric."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("before", loss.detach())
+        self.mean(2 * loss.detach())
+        self.pass_by("on_before_backward", "")
+
+    def on_after_backward(self) -> None:
+        norms = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None])
+        self.log("after", norms.sum())
+        self.pass_by("on_after_backward", "")
+
+
+class FailingBefore(FailingInHooks):
+    """Has no hook that sees gradients."""
+
+    on_after_backward = LitModel.on_after_backward
+
+
+class FailingInEvaluation(Failing):
+    """Runs out of memory in batches that only read weights: -1 is the first of them."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.seen = SumMetric()
+
+    def evaluation(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batch = -1 - batch_idx
+        self.seen(1.0)
+        self.log("noise", torch.rand(()), on_epoch=True)
+        loss = self.loss(batch)
+        self.pass_by("end", "")
+        self.log("evaluated", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.losses.append(self.evaluation(batch, batch_idx))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.batch = -1 - batch_idx
+        return self.model(batch[0][:, :-1])
+
+
 def failing(
     recipe: Recipe,
     plan: Any,
@@ -101,6 +148,7 @@ def failing(
     monkeypatch: pytest.MonkeyPatch,
     *,
     on: dict[str, Any],
+    module_class: type[Failing] = Failing,
     **options: Any,
 ) -> tuple[Failing, Any, Outcome]:
     """Trains with these faults, ``on`` the device that these options of the Trainer choose."""
@@ -118,5 +166,5 @@ def failing(
 
     with monkeypatch.context() as patch:
         patch.setattr(Swap, "bring", brings)
-        got = run(recipe, strategy, folder, module_class=Failing, prepare=prepare, **on)
+        got = run(recipe, strategy, folder, module_class=module_class, prepare=prepare, **on)
     return found[0], strategy, got
