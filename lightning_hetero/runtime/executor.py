@@ -23,7 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
+from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, Updates
@@ -260,6 +260,20 @@ class Executor:
                 f"{why} Or raise host_memory: then all updates of the step wait for all gradients, which do not fit now."
             )
         self.batch.waits, self.speculation.trying = True, False
+
+    def take_back(self, why: str) -> None:
+        """After backward: undoes updates of this step, which then wait for the verdict.
+
+        Args:
+            why: The reason and the remedy, for the message.
+
+        Raises:
+            UnsupportedError: An update has begun that cannot be taken back.
+        """
+        if self.has_begun:
+            raise UnsupportedError(why)
+        if self.speculation.trying:
+            self.speculation.discard()
 
     def backward_starts(self, loss: Tensor | None = None) -> None:
         """Backward, from ``loss``, will write gradients: waits until nothing reads the old ones.

@@ -36,6 +36,10 @@ _CLIPPING_CHANGED = (
     "The Trainer's way of clipping gradients has changed after the batch began. Change it before the batch, as in "
     "on_train_batch_start."
 )
+_CLIPPING_CHANGED_IN_BACKWARD = (
+    "The Trainer's way of clipping gradients has changed during backward, when updates of this step had begun: what is in memory "
+    "is of two steps. Change it before backward, as in on_before_backward or on_train_batch_start."
+)
 _CLOSURE_WRAPPED = (
     "optimizer_step of the LightningModule calls optimizer.step with a closure of its own, which may look at gradients or change "
     "weights after backward. Pass the closure that it gets, and use on_before_optimizer_step for the rest."
@@ -172,7 +176,8 @@ class Training:
     def _backward(self, plain: Method, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Runs the precision plugin's ``backward`` from a scaled loss."""
         executor = self._executor
-        if _clipping_of(self._module.trainer) != self._clipping:  # since the batch began; the next one brings new rules
+        clipping = _clipping_of(self._module.trainer)
+        if clipping != self._clipping:  # since the batch began; the next one brings new rules
             executor.await_verdict(_CLIPPING_CHANGED)
             if self._autoplan is not None:
                 self._autoplan.abandon_batch()
@@ -185,6 +190,8 @@ class Training:
             plain(loss, *args, **kwargs)
             executor.backward_ends()
             executor.check_gradients()
+            if _clipping_of(self._module.trainer) != clipping:
+                executor.take_back(_CLIPPING_CHANGED_IN_BACKWARD)
             if self._peers is not None:
                 with self._waiting():
                     self._peers.gradients_computed()
