@@ -79,6 +79,7 @@ RETYPED = (
     Borrowed("torch.nn.Parameter", "`param.__class__` is OffloadedParameter while its weights may be elsewhere."),
     Borrowed("torch.nn.Parameter.__new__", "Parameters are noted as they are made, while a model is built."),
     Borrowed("torch._C.TensorBase.data", "Reading and setting `data` of such a parameter."),
+    Borrowed("torch.nn.Parameter.data", "Writes through it count in the parameter's version counter."),
 )
 
 # Private names of torch that are used as they are.

@@ -23,6 +23,7 @@ from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_gradient
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
@@ -36,6 +37,7 @@ from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
+from lightning_hetero.runtime.parameter_data import count_writes, forget_writes
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
@@ -66,6 +68,7 @@ class Session(Budgets):
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
+        self._counted: list[nn.Parameter] = []  # see `runtime.parameter_data`
         self._resumes = self._fits = False
         self._final_report: dict[str, int] = {}
         self._state_snapshot: StateSnapshot | None = None  # a thread reads the store
@@ -150,6 +153,7 @@ class Session(Budgets):
             executor.rest()
             executor.residency.move_in()
         self._handles = observe(self.blocks, executor)
+        self._count_writes()
         self._started = True
         self._announce(placement, begin_s)
 
@@ -511,8 +515,18 @@ class Session(Budgets):
         with suppress(HeteroError):  # the engine's error has been raised before
             self._close()
 
+    def _count_writes(self) -> None:
+        """Counts writes through ``data``, except where memory is the only copy of the weights."""
+        forget_writes(self._counted)
+        copied = self.options.device is not None
+        params = (p for block in self.blocks for p in block.params())
+        self._counted = [p for p in params if copied or not p.requires_grad or p.dtype in MASTERED]
+        count_writes(self._counted)
+
     def _close(self) -> None:
         """Closes and removes everything, also after a refused start."""
+        forget_writes(self._counted)
+        self._counted = []
         self._end_snapshot()
         if self.executor is not None:
             self.executor.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, run
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
+from support.resuming import Ends, EndsAt
 from support.strategies import SPREAD, make_strategy, on_device
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero import BlockPlan, HeteroOffloadStrategy, Plan, Tier, UpdateLane
 from lightning_hetero.errors import OutOfMemoryBudgetError
 
 
@@ -35,7 +38,18 @@ def as_data(module: Any) -> None:
         param.data = param.data * 0.9
 
 
-CHANGES: list[Callable[[Any], None]] = [in_place, of_one, as_data]
+def through_data(module: Any) -> None:
+    for param in module.model.parameters():
+        param.data.mul_(0.9)
+
+
+def scaled(module: Any) -> None:
+    with torch.no_grad():
+        for param in module.model.parameters():
+            param.mul_(0.9)
+
+
+CHANGES: list[Callable[[Any], None]] = [in_place, of_one, as_data, through_data, scaled]
 
 
 class Changing(LitModel):
@@ -45,7 +59,7 @@ class Changing(LitModel):
     ways: tuple[int, ...] = (0, 1, 2)
 
     def reached(self, point: str) -> None:
-        if point == self.point:
+        if point in self.point.split():
             CHANGES[self.ways[self.trainer.global_step % len(self.ways)]](self)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -138,6 +152,76 @@ def test_automatic(module_class: type[Changing], where: str, tmp_path: Path) -> 
             same(module_class, where, tmp_path)
     else:
         same(module_class, where, tmp_path)
+
+
+class ThroughData(ByHand):
+    """Writes through ``param.data``, which version counters of torch's do not show."""
+
+    point = "begin gradients step zero_grad"
+    ways = (3,)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        through_data(self)
+
+
+@WHERE
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_writes_through_data(precision: str, where: str, tmp_path: Path) -> None:
+    if precision == "32-true":
+        same(ThroughData, where, tmp_path)
+        return
+    # 16-bit weights have masters here, and not in plain Lightning.
+    counted = type("Counted", (ThroughData,), {"ways": (4,), "on_train_batch_end": lambda module, *_: CHANGES[4](module)})
+    recipe, found = Recipe(shape=Shape(layers=4), precision=precision), []
+    for kind in (ThroughData, counted):
+        train = partial(run, recipe, tmp_path=tmp_path, module_class=kind)
+        found.append(train(on_device(ON_DEVICE[where]) if where in ON_DEVICE else make_strategy(where, train)))
+    assert_same(*found)
+
+
+def test_trained_weights_on_the_host_may_be_written_through_data_before_backward(tmp_path: Path) -> None:
+    same(at("forward", ways=(3,)), "host", tmp_path)
+
+
+class Averaged(LitModel):
+    """Learns from an average of its weights, which it keeps as most code does."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        (tokens,) = batch
+        return super().loss(batch) + (self.model(tokens[:, :-1]) - self.teacher(tokens[:, :-1])).square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for average, param in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            average.data.mul_(0.9).add_(param.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("where", ["resident", "host", "disk", "spread", "updated on the host"])
+def test_frozen_weights_that_are_written_through_data_are_in_the_kept_step(where: str, tmp_path: Path) -> None:
+    def train(strategy: Any, *, stop: bool = False, store: Path | None = None) -> Outcome:
+        torch.manual_seed(7)
+        module = Averaged(Recipe(shape=Shape(layers=3, counting=False)))
+        trainer = quiet_trainer(
+            strategy=strategy, max_steps=6, default_root_dir=tmp_path, callbacks=[EndsAt(3)] if stop else [], limit_val_batches=0
+        )
+        with pytest.raises(Ends) if stop else nullcontext():
+            trainer.fit(module, data(), ckpt_path=store)
+        return outcome(trainer, module)
+
+    def ours() -> Any:
+        store = tmp_path / "store"
+        if where in ON_DEVICE and where != "resident":
+            return on_device(ON_DEVICE[where], disk_path=store)
+        return HeteroOffloadStrategy(where, disk_path=store)
+
+    expected = train("auto")
+    train(ours(), stop=True)
+    got = train(ours(), store=tmp_path / "store")
+    assert_same(got, Outcome(expected.losses[-len(got.losses) :], expected.weights, expected.state))
+    assert "data" not in vars(nn.Parameter)
 
 
 @WHERE

@@ -24,6 +24,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.runtime.parameter_data import set_data
 from lightning_hetero.store.live.blocks import Block, Part, warn_if_shared
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import writes_of
@@ -340,4 +341,4 @@ def _views(part: Part, memory: Tensor) -> list[Tensor]:
 def _assign(part: Part, views: Iterable[Tensor]) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # a handle would not allow it
         for param, view in zip(part.params, views, strict=True):
-            param.data = view
+            set_data(param, view)
