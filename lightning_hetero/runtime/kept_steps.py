@@ -95,7 +95,7 @@ class KeptSteps:
         self._owners: list[list[int]] = []
         self.owners_changed()
         obstacle = (obstacle or self._obstacle(options)) if wanted else ""
-        self.kept = wanted and not obstacle
+        self.kept, self._obstacle_found = wanted and not obstacle, obstacle
         if obstacle:
             log.warning(
                 "Steps are not kept: %s. A run that is killed cannot be resumed from its store; save checkpoints.", obstacle
@@ -132,9 +132,10 @@ class KeptSteps:
         blobs.kept = self.kept
         if not self.kept:
             if layout is not None:
+                why = self._obstacle_found and f": {self._obstacle_found}"
                 raise ConfigError(
-                    "ckpt_path is the store at disk_path, but this run would not keep its steps. Train with the optimizer of the "
-                    'store, and durability="process" or "power".'
+                    f"ckpt_path is the store at disk_path, but this run would not keep its steps{why}. Train with the optimizer "
+                    f'and the kind of device of the store, and durability="process" or "power".'
                 )
             return
         directory, states = store.files.directory, store.files.states

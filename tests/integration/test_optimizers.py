@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
-from support.strategies import assert_same_as_plain, make_strategy
+from support.strategies import SPREAD, assert_same_as_plain, make_strategy, on_device
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -44,6 +44,34 @@ OPTIMIZERS = {
 def test_optimizers_of_torch(kind: str, name: str, tmp_path: Path) -> None:
     recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=name != "AdamW_with_tensor_lr", clip=0.5)
     assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["AMSGrad", "Adafactor", "AdamW_with_tensor_lr"])
+def test_optimizers_that_run_by_their_own_code_on_a_device(name: str, tmp_path: Path) -> None:
+    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=name != "AdamW_with_tensor_lr", clip=0.5, steps=6)
+    train = partial(run, recipe, tmp_path=tmp_path)
+    planned = on_device("auto")
+    expected = train("auto")
+    assert_same(train(on_device("resident")), expected)
+    assert_same(train(planned), expected)
+    assert planned.plan.name == "resident"
+    for plan in ("host", "disk", SPREAD):
+        with pytest.raises(UnsupportedError, match=r'by its own code, on the device.*Use plan="resident"'):
+            train(on_device(plan))
+
+
+@pytest.mark.parametrize("name", ["AMSGrad", "Adafactor"])
+def test_16_bit_weights_have_masters_on_a_device(name: str, tmp_path: Path) -> None:
+    train = partial(run, Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], precision="bf16-true"), tmp_path=tmp_path)
+    assert_same(train(on_device("resident")), train(make_strategy("host", train)))
+
+
+def test_a_store_cannot_be_resumed_where_its_optimizer_runs_on_a_device(tmp_path: Path) -> None:
+    store, recipe = tmp_path / "store", Recipe(optimizer=OPTIMIZERS["AMSGrad"])
+    run(recipe, HeteroOffloadStrategy("host", disk_path=store), tmp_path)
+    trainer = quiet_trainer(strategy=on_device("resident", disk_path=store), max_steps=6, default_root_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"would not keep its steps: optimizer AdamW runs by its own code on the device"):
+        trainer.fit(LitModel(recipe), data(), ckpt_path=store)
 
 
 class MatrixModel(LitModel):

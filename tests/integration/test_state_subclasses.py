@@ -15,7 +15,7 @@ import torch
 from support.coded import Coded, CodedDescent, NestedDescent, OpaqueDescent
 from support.models import LitModel, Outcome, Recipe, Shape, data, quiet_trainer
 from support.resuming import BATCHES, Ends, EndsAt
-from support.strategies import make_strategy
+from support.strategies import make_strategy, on_device
 from torch import Tensor
 
 from lightning_hetero.checkpoint import load, save
@@ -188,6 +188,7 @@ def test_low_bit_optimizers_of_torchao(name: str, tmp_path: Path, monkeypatch: p
     kinds = {type(v) for s in expected.state[0]["state"].values() for v in s.values()}
     assert any(kind not in (Tensor, int) for kind in kinds), "some state has few bits"
     assert_same(run(HeteroOffloadStrategy("disk")), expected)
+    assert_same(run(on_device("resident")), expected)
     store = tmp_path / "store"
     run(HeteroOffloadStrategy("disk", disk_path=store), stop=2)
     assert_same(run(HeteroOffloadStrategy("disk", disk_path=store), path=store), expected)
