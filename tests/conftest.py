@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support.effort import limit_search
 from support.properties import DEEP_EXAMPLES, QUICK_EXAMPLES
 
 # Micro-benchmarks take their time and differ from run to run: tests plan for this machine, child processes too.
@@ -39,15 +39,9 @@ settings.register_profile("deep", settings.get_profile("quick"), max_examples=DE
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-SIMULATIONS = 24  # of one search; by default it takes up to 300, and most of them confirm what the first ones found
-
-
 def pytest_configure() -> None:
-    """The planner's search takes a fixed number of simulations, however long they take: plans are the same on every machine."""
-    from lightning_hetero.planners import holistic
-
-    assert holistic.plan.__kwdefaults__ is not None
-    holistic.plan.__kwdefaults__ |= {"seconds": math.inf, "evaluations": SIMULATIONS}
+    """Planners search as briefly here as in the scripts that tests run."""
+    limit_search()
 
 
 def pytest_collection_finish() -> None:

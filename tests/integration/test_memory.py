@@ -1,4 +1,4 @@
-"""The host budget is kept: peak memory of real processes that build, train, save and load a model larger than it."""
+"""Memory of whole fits: with ``LocalFirst`` within the budget, and nothing that stays behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONE_BLOCK = 16 * MIB + 12 * WIDTH * max(WORDS, 2 * 4 * WIDTH + 7)
 ONE_READ = 64 * MIB
 
 
-def main(phase: str, folder: str, io: str = "") -> None:
+def main(phase: str, folder: str) -> None:
     """Runs one phase and prints the peaks as one line of JSON."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # there are as many threads on every machine
 
@@ -84,7 +84,7 @@ def main(phase: str, folder: str, io: str = "") -> None:
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, logger=False, default_root_dir=folder, enable_progress_bar=False,
         max_steps=2 if phase == "save" else 4, callbacks=[callback] if phase == "save" else [], enable_model_summary=False,
-        enable_checkpointing=phase == "save", plugins=[LocalFirst(disk=Path(folder) / "disk")] if io else None,
+        enable_checkpointing=phase == "save", plugins=[LocalFirst(disk=Path(folder) / "disk")],
     )  # fmt: skip
     module = Large()
     if phase == "save":
@@ -97,18 +97,17 @@ def main(phase: str, folder: str, io: str = "") -> None:
     if phase == "load":  # the model does not fit, so it is parked: written and read through the door
         trainer.strategy.remove_checkpoint(saved)
         trainer.save_checkpoint(saved)
-        if io:
-            trainer.strategy.checkpoint_io.wait()
+        trainer.strategy.checkpoint_io.wait()
         peaks["parked"] = peak_resident_bytes()
     print(json.dumps(peaks))
 
 
-def child(phase: str, folder: Path, *io: str) -> dict[str, int]:
+def child(phase: str, folder: Path) -> dict[str, int]:
     tests = Path(__file__).parents[1]
     given = filter(None, [os.environ.get("PYTHONPATH")])
     paths = os.pathsep.join([str(tests), str(tests.parent / "benchmarks"), *given])  # not all that a test may have added
     done = subprocess.run(
-        [sys.executable, __file__, phase, str(folder), *io], capture_output=True, text=True, timeout=420,
+        [sys.executable, __file__, phase, str(folder)], capture_output=True, text=True, timeout=420,
         env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -117,19 +116,19 @@ def child(phase: str, folder: Path, *io: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("io", [(), ("LocalFirst",)], ids=["ordinary", "LocalFirst"])
-def test_a_model_larger_than_its_budget_is_built_trained_saved_and_loaded_within_it(io: tuple[str, ...], tmp_path: Path) -> None:
-    allowed = BUDGET + MARGIN + (ONE_BLOCK + ONE_READ if io else 0)
-    saving = child("save", tmp_path, *io)
+def test_a_model_larger_than_its_budget_is_saved_and_loaded_by_local_first_within_it(tmp_path: Path) -> None:
+    """Ordinary checkpoints are in test_memory_phases.py."""
+    allowed = BUDGET + MARGIN + ONE_BLOCK + ONE_READ
+    saving = child("save", tmp_path)
     assert saving["parameters"] * 16 > 3 * (BUDGET + MARGIN)  # weights, gradients and state
     assert saving["step"] == 2
     assert saving["fit"] - saving["before"] < allowed, saving
     assert not list(tmp_path.glob("lightning-hetero-*"))
-    loading = child("load", tmp_path, *io)
+    loading = child("load", tmp_path)
     assert loading["step"] == 4
     assert max(loading["fit"], loading["parked"]) - loading["before"] < allowed, loading
     assert not list(tmp_path.glob("lightning-hetero-*"))
-    (shutil.rmtree if io else os.unlink)(tmp_path / "last.ckpt")
+    shutil.rmtree(tmp_path / "last.ckpt")
 
 
 @pytest.mark.parametrize("plan", ["resident", "host", "disk"])

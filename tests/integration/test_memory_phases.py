@@ -24,7 +24,7 @@ from lightning_hetero.store.capacity import peak_resident_bytes, resident_bytes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 MIB = 2**20
-SIZE = Size(layers=20, width=512, heads=4, vocabulary=1024, context=8)
+SIZE = Size(layers=13, width=512, heads=4, vocabulary=1024, context=8)
 BUDGET = {"64-true": 176 * MIB}
 USUAL_BUDGET = 116 * MIB
 TOKENS = 4
@@ -99,6 +99,9 @@ def main(kind: str, run: str, precision: str, built_on: str, folder: str) -> Non
     module = GPT2(SIZE if offloads else replace(SIZE, layers=1, width=64), meta=offloads and built_on == "meta")
     fit(trainer, module, batch=1, length=TOKENS, ckpt_path=None if begins else phases.checkpoint)
     phases.end(f"end of the {run}")
+    if offloads and not begins:  # the model does not fit, so it is parked: read through handles
+        trainer.save_checkpoint(phases.checkpoint)
+        phases.end("save of a parked model")
     print(json.dumps(phases.peaks))
 
 
@@ -123,7 +126,16 @@ def check(precision: str, built_on: str, folder: Path) -> None:
     peaks = peaks_of("offloaded", precision, built_on, folder)
     beyond = {phase: f"{(peak - allowed) / MIB:.1f} MiB" for phase, peak in peaks.items() if peak > allowed}
     assert not beyond, (precision, peaks, allowed)
-    assert {"place", "step 1", "change of plan", "save", "load", "step 4", "end of the second"} <= peaks.keys()
+    assert {
+        "place",
+        "step 1",
+        "change of plan",
+        "save",
+        "load",
+        "step 4",
+        "end of the second",
+        "save of a parked model",
+    } <= peaks.keys()
     assert not list(folder.glob("lightning-hetero-*"))
 
 
@@ -132,7 +144,7 @@ def test_every_phase_keeps_to_the_budget(precision: str, tmp_path: Path) -> None
     check(precision, "meta", tmp_path)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_model_that_configure_model_builds_in_memory_does_too(precision: str, tmp_path: Path) -> None:
     check(precision, "cpu", tmp_path)
 

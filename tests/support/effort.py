@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -28,3 +29,14 @@ def python_calls(work: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return count
+
+
+SIMULATIONS = 24  # of one search; by default it takes up to 300, and most of them confirm what the first ones found
+
+
+def limit_search() -> None:
+    """The planner's search takes a fixed number of simulations, however long they take: plans are the same on every machine."""
+    from lightning_hetero.planners import holistic
+
+    assert holistic.plan.__kwdefaults__ is not None
+    holistic.plan.__kwdefaults__ |= {"seconds": math.inf, "evaluations": SIMULATIONS}

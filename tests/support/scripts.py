@@ -17,7 +17,15 @@ from typing import Any
 
 import scratch
 
-PRELOADED = (*scratch.PRELOADED, "pytorch_lightning", "transformers", "torch.distributed.pipelining")
+from support.effort import limit_search
+
+PRELOADED = (
+    *scratch.PRELOADED,
+    "pytorch_lightning",
+    "lightning_hetero.planners.holistic",
+    "transformers",
+    "torch.distributed.pipelining",
+)
 start_server = partial(scratch.fork_server, PRELOADED)
 
 
@@ -58,6 +66,7 @@ def _run(argv: list[str], cwd: Path, env: dict[str, str], out: Path, err: Path) 
     os.environ.update(env)
     multiprocessing.set_start_method(None, force=True)  # of what it starts: the platform's, not that of this process
     scratch.FORKS = True
+    limit_search()
     os.chdir(cwd)
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
