@@ -38,7 +38,8 @@ from lightning_hetero.ir.plan import Plan, Saved
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, step_retry
+from lightning_hetero.strategies import HeteroOffloadStrategy, step_retry
+from lightning_hetero.strategies.planning import FitPlanning
 
 ON_GPU = {"accelerator": StandIn(), "devices": 1}
 SHAPE = Shape(layers=6, dropout=0.2, counting=False)
@@ -146,7 +147,7 @@ def test_a_plan_that_has_fitted_is_not_refused_by_an_estimate(
         return real(session, plan)
 
     real = Session.replan
-    monkeypatch.setattr(autoplan, "search", nothing_fits)
+    monkeypatch.setattr(FitPlanning, "search", nothing_fits)
     monkeypatch.setattr(Session, "replan", replan)
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         fault = (0, "forward", "blocks.2")
