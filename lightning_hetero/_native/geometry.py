@@ -23,7 +23,7 @@ class PartGeometry:
         num_state: fp32 state arrays.
         weights_on_disk_file: The weights have a section in the block's files.
         state_on_disk_file: The state arrays have sections in the block's files.
-        num_slots: 2; 1 for blocks that are never updated.
+        num_slots: 2; 1 for blocks that are written once.
         chunk_elements: Elements per chunk, a multiple of 4096.
     """
 

@@ -47,7 +47,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lightning_hetero.ir.model import ModelProfile, ModelShape
+from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, speculates, updates_in_backward
@@ -172,7 +172,7 @@ def needs_of_shape(
         device={**device, **_largest(d for d, _ in moments)},
         host={**host, **_largest(h for _, h in moments)},
         disk={
-            Purpose.WEIGHTS: sum(slots * p.shape.weight_bytes for p in placed if p.on_disk),
+            Purpose.WEIGHTS: sum(weight_slots(p.shape, model.kept_every) * p.shape.weight_bytes for p in placed if p.on_disk),
             Purpose.STATE: sum(slots * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
             Purpose.MIRRORS: mirror_file_bytes(plan, model),
@@ -184,17 +184,22 @@ def needs_of_shape(
 
 
 def num_slots(kept_every: int) -> int:
-    """Slots on disk for each array: two, and a third one if only every N-th step is kept."""
+    """Slots on disk of what changes: two, and a third one if only every N-th step is kept."""
     return 2 if kept_every <= 1 else 3
+
+
+def weight_slots(shape: BlockShape, kept_every: int) -> int:
+    """Slots on disk for a block's weights: one if the block has no trained parameter."""
+    return num_slots(kept_every) if shape.num_trainable_params else 1
 
 
 def mirror_file_bytes(plan: Plan, model: ModelShape) -> int:
     """Space on disk for what a resolved plan keeps in memory, where steps are kept."""
     if not model.kept_every:
         return 0
-    rows = zip(model.blocks, plan.blocks, strict=True)
-    sizes = (b.weight_bytes * (p.weights is not Tier.DISK) + b.state_bytes * (p.state is not Tier.DISK) for b, p in rows)
-    return num_slots(model.kept_every) * sum(sizes)
+    rows = list(zip(model.blocks, plan.blocks, strict=True))
+    weights = sum(weight_slots(b, model.kept_every) * b.weight_bytes for b, p in rows if p.weights is not Tier.DISK)
+    return weights + num_slots(model.kept_every) * sum(b.state_bytes for b, p in rows if p.state is not Tier.DISK)
 
 
 def total_bytes(rows: Rows) -> int:

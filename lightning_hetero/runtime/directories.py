@@ -89,6 +89,7 @@ class Directories:
             allow_tmpfs=True, allow_rotational=True, remedy=_remedy(placement, kept=kept),
         )  # fmt: skip  # the directory is in use already
         store.files.directory.check_room(limits)
+        store.files.added_bytes = 0
 
     def _note(self, placement: Placement, *, kept: bool) -> None:
         parts = [part for block in self.blocks for part in block.parts]
@@ -98,9 +99,12 @@ class Directories:
         every = self.options.keep_every if kept else 0
         slots, rings = num_slots(every), 1 + min(every, 2)
         sizes = [file_bytes(g) for g in files]
+        of_each = [slots if g.num_slots > 1 else 1 for g in files]
         swaps = _SWAPS_OF_BLOCK * len(self.blocks) if placement.swaps_to_disk else 0
-        self._open_files = 2 * (sum(size > 0 for size in sizes) + placement.num_blobs + swaps)
-        in_files = sum(slots * (size + _PAGE) for size in sizes if size)  # with a page for the file system
+        self._open_files = sum(g.num_slots for g, size in zip(files, sizes, strict=True) if size)
+        self._open_files += 2 * (placement.num_blobs + swaps)
+        # With a page for the file system.
+        in_files = sum(n * (size + _PAGE) for n, size in zip(of_each, sizes, strict=True) if size)
         # A pin has its own ring and manifest. A new one is whole before the old one goes.
         self.overhead_bytes = rings * (ring_bytes(**self.ring) + 2 * self._manifest_bytes())
         self.disk_bytes = in_files + self.overhead_bytes if placement.uses_disk or kept else 0

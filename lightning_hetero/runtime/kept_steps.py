@@ -93,6 +93,7 @@ class KeptSteps:
         self._every, self._count = options.keep_every, 0
         self._has_pins = False
         self._owners: list[list[int]] = []
+        self._num_owned = 0
         self.owners_changed()
         obstacle = (obstacle or self._obstacle(options)) if wanted else ""
         self.kept, self._obstacle_found = wanted and not obstacle, obstacle
@@ -182,8 +183,12 @@ class KeptSteps:
 
     def owners_changed(self) -> None:
         """Parameters have joined an optimizer: the next record has the new owners."""
+        self._num_owned = self._count_owned()
         numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
         self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
+
+    def _count_owned(self) -> int:
+        return sum(len(group["params"]) for binding in self._bindings for group in binding.optimizer.param_groups)
 
     def adopt(self, part: Part) -> None:
         """Opens a part as the record has it, with its optimizer state."""
@@ -222,7 +227,8 @@ class KeptSteps:
             for part in self._parts:
                 self._retired += self.settled(part)
         self._open.store.unrecorded.changed = False
-        size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in self._parts)
+        changing = [part for part in self._parts if part.slots > 1]
+        size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in changing)
         where = str(self._open.directory.path)
         often = "Every step" if self._every == 1 else f"One of {self._every} steps"
         log.info(
@@ -249,6 +255,8 @@ class KeptSteps:
             last: Training may end with this step, so it is kept in any case.
         """
         self._count += 1
+        if self._num_owned != self._count_owned():  # the optimizer has not stepped since
+            self.owners_changed()
         whole = last or self._count % self._every == 0
         text = self._take(state) if whole else ""
         self._mirrored.clear()

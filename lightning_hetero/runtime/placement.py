@@ -394,6 +394,12 @@ def native_state(part: Part, owners: Owners) -> int:
     return len(adam.state_names(part.dtype)) if rules == {Rule.NATIVE} else 0
 
 
+def set_slots(blocks: Sequence[Block], owners: Owners) -> None:
+    """As a fit begins: parts that no optimizer updates get one slot on disk."""
+    for part in [part for block in blocks for part in block.parts]:
+        part.slots = 2 if any(id(p) in owners for p in part.params) else 1
+
+
 def _state_bytes(part: Part, owners: Owners) -> int:
     rules = {owners[id(p)].capability for p in part.params if id(p) in owners}
     if rules == {Rule.NATIVE}:

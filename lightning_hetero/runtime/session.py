@@ -38,7 +38,7 @@ from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_p
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.parameter_data import count_writes, forget_writes
-from lightning_hetero.runtime.placement import Placement, check_owners, native_state
+from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
@@ -129,6 +129,8 @@ class Session(Budgets):
         if self._fits:
             self._last_steps = self.steps
         placer, parked, plans = self._placer(), self.executor, self.options.plans
+        if parked is None or self._fits:
+            set_slots(self.blocks, placer.owners)
         if parked is not None and not self._fits:
             in_force = parked.plan
             plans = (lambda _: in_force,)  # everything is where that plan has put it
@@ -169,7 +171,8 @@ class Session(Budgets):
         store.on_patched = self.options.on_patched
         store.loans.room = self._room_for_copies
         if store.files.states is not None:
-            store.files.states.room_bytes = self._directories.beside_bytes
+            store.files.states.room_bytes = lambda: self._directories.beside_bytes() - store.files.added_bytes
+        store.files.room_bytes = self._directories.beside_bytes
         return store
 
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
@@ -325,6 +328,9 @@ class Session(Budgets):
                     num_state = native_state(part, owners)
                     if num_state and (part.native is None or part.native.geometry.num_state == 0):
                         reopen(executor, part, num_state)
+                        self.steps.reopened(part)
+                    elif part.slots == 1:
+                        part.slots = 2
                         self.steps.reopened(part)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
 

@@ -6,8 +6,9 @@ the last record.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ class BlockFiles:
         step: Number of the last commit record.
         recovered: The user blob of the record that was resumed from.
         last_commit: The latest commit that nobody has waited for.
+        room_bytes: Bytes that ``disk_capacity`` allows beside the files that were counted before.
+        added_bytes: Bytes of files that were not counted before.
     """
 
     def __init__(
@@ -52,10 +55,14 @@ class BlockFiles:
         self.on_disk = False
         self.step, self.recovered = 0, b""
         self.last_commit: Ticket | None = None
+        self.room_bytes: Callable[[], float] = lambda: math.inf
+        self.added_bytes = 0
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
         self._disk: _Disk | None = None
         self._ids: set[int] = set()
         self._natives: dict[int, NativePart] = {}  # those with files that are open, by number
+        self._replaced: list[NativePart] = []  # the next record will not name them
+        self._leaving: list[NativePart] = []  # the record that is being written does not name them
         self._closed_ids: set[int] = set()  # closed, but the last record names them
         self._free_ids: set[int] = set()
         if directory is not None:
@@ -107,6 +114,7 @@ class BlockFiles:
         if disk is None:
             return
         self.wait_for_commit()
+        self._close_replaced()
         self._disk, self.on_disk = None, False
         disk.store.close()
         disk.directory.close()
@@ -115,6 +123,8 @@ class BlockFiles:
 
     def close(self, *, remove: bool | None = None) -> None:
         """Closes all. ``remove``: removes the files; ``None``: if they are temporary."""
+        for native in [*self._replaced, *self._leaving]:
+            native.close()
         self._natives.clear()
         if self._disk is not None:
             self._disk.store.close()
@@ -122,8 +132,8 @@ class BlockFiles:
 
     @property
     def num_open(self) -> int:
-        """Files of blocks that are open: two slots of each."""
-        return 2 * len(self._natives)
+        """Files of blocks that are open."""
+        return sum(native.geometry.num_slots for native in self._natives.values())
 
     @property
     def user_bytes(self) -> int:
@@ -178,6 +188,11 @@ class BlockFiles:
             self._closed_ids.add(native.geometry.id)
             self._disk.directory.remove_block(native.geometry.id)
 
+    def replace(self, native: NativePart) -> None:
+        """Another native part has taken this one's place: closes it behind the next record."""
+        native.retire()
+        self._replaced.append(native)
+
     def committed(self) -> list[str]:
         """The slot files that the last record names, and the last kept step's state files.
 
@@ -205,6 +220,7 @@ class BlockFiles:
         self.step += 1
         self._free_ids |= self._closed_ids  # free after this record (next_id waits)
         self._closed_ids = set()
+        self._leaving, self._replaced = [*self._leaving, *self._replaced], []
         self.last_commit = engine.commit(self._disk.store, self.step, user, priority=-2)
         return self.last_commit
 
@@ -213,3 +229,12 @@ class BlockFiles:
         if self.last_commit is not None:
             self.last_commit.wait()
             self.last_commit = None
+            leaving, self._leaving = self._leaving, []
+            for native in leaving:
+                self.close_part(native)
+
+    def _close_replaced(self) -> None:
+        """The files of all parts are going: closes the parts that no record names any more."""
+        replaced, self._replaced = self._replaced, []
+        for native in replaced:
+            self.close_part(native)

@@ -91,6 +91,8 @@ class Part:
         dtype: Dtype of all of them.
         num_elements: Length of the run in elements, padding included.
         arena: The reserved memory.
+        slots: Files of each array on disk: two, or one as long as no optimizer has a parameter of
+            the part and nothing has written it.
         native: The native part; ``None`` while nothing is offloaded, and for parts that are updated
             in Python in host memory.
         last_write: The fetch or update that last wrote the weight memory; compute waits until it is
@@ -121,6 +123,7 @@ class Part:
     dtype: torch.dtype
     num_elements: int
     arena: Arena
+    slots: int = 2
     native: NativePart | None = None
     last_write: Ticket | None = None
     opened: Ticket | None = None

@@ -43,7 +43,7 @@ def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, s
         num_state=num_state,
         weights_on_disk_file=weights is Tier.DISK,
         state_on_disk_file=bool(num_state) and state is Tier.DISK,
-        num_slots=2,
+        num_slots=2 if num_state else part.slots,
         chunk_elements=chunk,
     )
 

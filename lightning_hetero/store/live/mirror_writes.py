@@ -9,6 +9,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
 from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.tier_store import TierStore
 
 _FIRST = urgency(OpKind.MIRROR, Payload.STATE, NO_BLOCK, lowest_first=False)
@@ -26,7 +27,7 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
         del part.mirrors[kind]
     for kind, (address, num_bytes) in wanted.items():
         if kind not in part.mirrors:
-            geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes)
+            geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes, part.slots)
             part.mirrors[kind] = Mirror(store.files.open_part(geometry, address), part.native)
             part.mirrored_versions = -1
     return [m.native for m in gone.values()]
@@ -49,6 +50,14 @@ def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ())
     for kind, mirror in part.mirrors.items():
         if kind == mirrors.STATE and not part.stepped:
             continue
+        if part.slots == 1 and is_written_once(store.files, mirror.native):
+            address, num_bytes = mirrors.spans(part)[kind]
+            for ticket in after:
+                ticket.wait()
+            if not differs(store.engine, mirror.native, bytes_at(part.arena, address, num_bytes)):
+                continue
+            mirror.native = with_two_slots(store.files, mirror.native, address)
+            part.slots = mirror.native.geometry.num_slots
         mirror.ticket = store.engine.store(
             mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=_FIRST, after=after
         )

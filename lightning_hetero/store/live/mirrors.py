@@ -32,11 +32,11 @@ def spans(part: Part) -> dict[str, tuple[int, int]]:
     return found
 
 
-def geometry_of_mirror(identifier: int, num_bytes: int) -> PartGeometry:
+def geometry_of_mirror(identifier: int, num_bytes: int, slots: int) -> PartGeometry:
     """The native geometry of a mirror of ``num_bytes``, whole pages."""
     return PartGeometry(
         id=identifier, weight_dtype=U8, num_elements=num_bytes, num_state=0, weights_on_disk_file=True, state_on_disk_file=False,
-        num_slots=2, chunk_elements=min(_CHUNK, num_bytes),
+        num_slots=slots, chunk_elements=min(_CHUNK, num_bytes),
     )  # fmt: skip
 
 
@@ -52,13 +52,13 @@ def mirror_files(part: Part, home: PartGeometry | None) -> list[PartGeometry]:
     weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
     # The engine moves every array to an offset of its own, and a mirror has whole pages.
     state = 0 if home is None or home.state_on_disk_file else home.num_state * (round_up(4 * home.num_elements, PAGE) + PAGE)
-    return [geometry_of_mirror(0, num_bytes) for num_bytes in (weights, state) if num_bytes]
+    return [geometry_of_mirror(0, num_bytes, part.slots) for num_bytes in (weights, state) if num_bytes]
 
 
 def is_current(part: Part, kind: str) -> bool:
     """Whether the part's mirror of this kind lies over the memory that it has now."""
     mirror = part.mirrors.get(kind)
-    return mirror is not None and (kind == WEIGHTS or mirror.home is part.native)
+    return mirror is not None and mirror.native.geometry.num_slots == part.slots and (kind == WEIGHTS or mirror.home is part.native)
 
 
 def entry_of(part: Part, blobs: tuple[BlobEntry, ...] = ()) -> PartEntry:

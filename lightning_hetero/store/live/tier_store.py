@@ -31,6 +31,7 @@ from lightning_hetero.store.live.engine_options import EngineOptions, staging_by
 from lightning_hetero.store.live.geometry import WEIGHTS, has_master, versions, weights_on_file
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.unrecorded import Unrecorded
 from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.units import MIB
@@ -174,6 +175,9 @@ class TierStore:
         """Writes changes outside updates to the file: the weight memory, or collected patches."""
         if not part.dirty and not part.patches:
             return
+        if self._is_unchanged(part):
+            self._forget_changes(part)
+            return
         master = has_master(part)
         if part.dirty:
             part.dirty, is_beginning = False, part.fresh or not part.stepped
@@ -192,6 +196,22 @@ class TierStore:
             self.rewrite(part, runs, from_memory=False, state=master).wait()  # may be views of a file
             for _, value in patches:
                 self.on_patched(value)
+
+    def _is_unchanged(self, part: Part) -> bool:
+        """Whether the changes of a part that is written once are none; see [Note: One slot]."""
+        native = part.require_native()
+        if not is_written_once(self.files, native):
+            return False
+        unit = part.dtype.itemsize
+        changes = [(offset * unit, value) for offset, value in part.patches]
+        changes += bytes_at(part.arena, part.arena.address, native.geometry.num_elements) if part.dirty else []
+        return not differs(self.engine, native, changes)
+
+    def _forget_changes(self, part: Part) -> None:
+        patches, part.patches, part.dirty = part.patches, [], False
+        self._patched.pop(part, None)
+        for _, value in patches:
+            self.on_patched(value)
 
     def refresh_master(self, part: Part) -> None:
         """Makes 16-bit weights that were written outside updates the fp32 master again."""
@@ -364,9 +384,10 @@ class TierStore:
             from_memory: The weights come whole from the weight memory.
             state: The state is no longer all zeros.
         """
-        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
+        self._move_to_two_slots(part, whole=from_memory)
+        native = part.require_native()
         if part.on_disk:
             self.unrecorded.begin(part)
         self.unrecorded.changes()
@@ -381,6 +402,19 @@ class TierStore:
         if not part.on_disk:
             part.mirrored_versions = -1
         return ticket
+
+    def _move_to_two_slots(self, part: Part, *, whole: bool) -> None:
+        """Before a part is written that was to be written once; ``whole``: all of it is new."""
+        old = part.require_native()
+        if not part.on_disk or not is_written_once(self.files, old):
+            return
+        self.barrier(part)
+        new = with_two_slots(self.files, old, part.arena.address)
+        if not whole:  # the block is not in memory, so its memory is free
+            read = self.engine.fetch(old)
+            self.engine.store(new, [], weights_from_memory=True, step=0, priority=-1, after=[read])
+            self.engine.release(new).wait()
+        part.native, part.slots, part.last_write = new, new.geometry.num_slots, None
 
 
 def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:

@@ -1,0 +1,151 @@
+"""``kill -9`` while frozen weights, which have one slot on disk, move to two because something has changed them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.children import around, in_child
+from support.scripts import output_of, result_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a run dies.
+
+    Attributes:
+        point: ``opened``, the new files are there, and empty; ``written``, all but the record that names them; ``closed``,
+            the old files are gone.
+        resumes: Steps that the resume finds.
+        plan: The plan.
+        change: What changes them; the name of a function in ``support.frozen``.
+        every: One of so many steps is kept. Each epoch has three.
+    """
+
+    point: str
+    resumes: tuple[int, ...]
+    plan: str = "disk"
+    change: str = "by_hand"
+    every: int = 1
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "-".join((self.plan, self.change, self.point, f"every{self.every}"))
+
+
+CASES = [
+    Case("opened", (3,)),
+    Case("written", (3,)),
+    Case("closed", (4,)),
+    Case("written", (3,), plan="host"),
+    Case("written", (4,), change="unfreezes"),
+    Case("written", (3,), every=4),
+]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All kills run in one process that forks."""
+    folder = tmp_path_factory.mktemp("frozen")
+    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
+    found = report[case.name]
+    assert found["killed"], "the point was never reached"
+    assert found["resumed_at"] in case.resumes
+    assert not found["difference"]
+
+
+def main(root: Path) -> None:
+    """Every case; an assertion that fails ends the process."""
+    import torch
+
+    for change in sorted({case.change for case in CASES}):
+        in_child(lambda change=change: torch.save(train(root, "auto", change), root / f"{change}.pt"))
+    report, file = {}, root / "case.json"
+    for case in CASES:
+        killed = in_child(partial(die_at, root, case))
+        in_child(partial(resume, root, file, case))
+        report[case.name] = {"killed": killed, **json.loads(file.read_text())}
+        shutil.rmtree(root / "store")
+    print(json.dumps(report))
+
+
+# ---- what children do -------------------------------------------------------------------------------------------------------
+
+
+def train(root: Path, strategy: Any, change: str, begins: Callable[[int], object] = id, **options: Any) -> Any:
+    """Trains six steps. After the fourth one frozen weights change."""
+    import lightning.pytorch as pl
+    from support import frozen
+
+    class Begins(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            begins(trainer.global_step)
+
+    return frozen.fit(root, strategy, change=getattr(frozen, change), at=(4,), more=(Begins(),), **options)
+
+
+def strategy_of(root: Path, case: Case) -> Any:
+    from lightning_hetero.strategies import HeteroOffloadStrategy
+
+    return HeteroOffloadStrategy(case.plan, disk_path=root / "store", verify_digests=True, keep_every=case.every)
+
+
+def die_at(root: Path, case: Case) -> None:
+    """Trains until the point, and kills itself."""
+    from lightning_hetero._native import DONE
+    from lightning_hetero.runtime import session
+    from lightning_hetero.store.live.block_files import BlockFiles
+
+    strategy = strategy_of(root, case)
+    moved: list[object] = []
+
+    def die(point: str) -> None:
+        if point != case.point or (not moved and point != "opened"):
+            return
+        executor = strategy.session.executor
+        if point == "written":
+            for part in [part for block in executor.blocks for part in block.parts]:
+                for ticket in filter(None, [part.last_write, part.updated, *(m.ticket for m in part.mirrors.values())]):
+                    ticket.wait(DONE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def has_moved(*_: Any) -> None:
+        die("opened")
+        moved.append(None)
+
+    around(BlockFiles, "replace", after=has_moved)
+    around(session, "reopen", after=has_moved)
+    around(BlockFiles, "commit", before=lambda *_: die("written"))
+    around(BlockFiles, "close_part", after=lambda *_: die("closed"))
+    train(root, strategy, case.change)
+
+
+def resume(root: Path, file: Path, case: Case) -> None:
+    """Goes on from the store, and compares with a run under plain Lightning that nobody killed."""
+    import torch
+    from support.models import difference
+
+    begun: list[int] = []
+    got = train(root, strategy_of(root, case), case.change, begun.append, store=root / "store")
+    expected = torch.load(root / f"{case.change}.pt", weights_only=False)
+    expected.losses = expected.losses[begun[0] :]
+    file.write_text(json.dumps({"resumed_at": begun[0], "difference": difference(got, expected)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
