@@ -91,6 +91,7 @@ def test_the_engine_writes_mirrors_with_the_urgency_that_the_simulator_gives_the
     engine = SimpleNamespace(store=lambda *_, priority, **__: taken.append(priority))
     store = SimpleNamespace(engine=engine, files=SimpleNamespace(step=1), unrecorded=SimpleNamespace(mirrored=False))
     part: Any = SimpleNamespace(
+        slots=2,
         mirrors={WEIGHTS: SimpleNamespace(native=None), STATE: SimpleNamespace(native=None)},
         mirrored_versions=-1, params=[], updated=None, stepped=True,
     )  # fmt: skip
