@@ -109,7 +109,7 @@ def test_the_simulator_writes_them_and_counts_their_space() -> None:
     seconds = sum(s.end_s - s.start_s for s in spans)
     assert seconds >= 12 * PARAMS * LAYERS / OWN_CPU.disk_write_bytes_per_s * (1 - 1e-6)
     assert kept.prediction.iteration_s >= max(free.prediction.iteration_s, seconds * (1 - 1e-6))
-    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
+    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == (2 * 12 * LAYERS + 4) * PARAMS
     on_disk = disk(shape)
     assert disk_bytes(on_disk, KEPT, kept_every=1) == disk_bytes(on_disk, FREE), "what lives on disk has its slots there"
 
@@ -118,7 +118,7 @@ def test_a_step_in_so_many_costs_a_share_and_a_third_slot() -> None:
     plan, model = host(KEPT.shape()), replace(KEPT, kept_every=10)
     free, kept = (simulation(plan, m, OWN_CPU).prediction for m in (FREE, model))
     assert kept.iteration_s - free.iteration_s == pytest.approx(12 * PARAMS * LAYERS / OWN_CPU.disk_write_bytes_per_s / 10)
-    assert kept.disk_bytes == 3 * (12 * LAYERS + 4) * PARAMS
+    assert kept.disk_bytes == (3 * 12 * LAYERS + 4) * PARAMS
     on_disk = simulation(disk(KEPT.shape()), model, OWN_CPU).prediction
     assert on_disk.iteration_s == simulation(disk(FREE.shape()), FREE, OWN_CPU).prediction.iteration_s
     small = replace(OWN_CPU, disk_capacity_bytes=2 * kept.disk_bytes // 3)
@@ -233,7 +233,7 @@ def test_the_simulator_and_the_disk_s_account_see_a_device_s_mirrors(name: str) 
     if lent:  # the next batch waits for all of it
         down = lent * PARAMS * LAYERS / GPU.link_d2h_bytes_per_s
         assert kept.prediction.iteration_s >= (free.prediction.iteration_s + written + down / 2) * (1 - 1e-3)
-    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == 2 * (12 * LAYERS + 4) * PARAMS
+    assert kept.prediction.disk_bytes - free.prediction.disk_bytes == (2 * 12 * LAYERS + 4) * PARAMS
     with pytest.raises(PlanError, match="copies of what lives in memory"):
         evaluated(plan, KEPT, replace(GPU, disk_capacity_bytes=20 * PARAMS * LAYERS))
     seldom = simulation(plan, replace(KEPT, kept_every=10), GPU).prediction
