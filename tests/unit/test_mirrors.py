@@ -121,7 +121,7 @@ def test_a_step_in_so_many_costs_a_share_and_a_third_slot() -> None:
     assert kept.disk_bytes == (3 * 12 * LAYERS + 4) * PARAMS
     on_disk = simulation(disk(KEPT.shape()), model, OWN_CPU).prediction
     assert on_disk.iteration_s == simulation(disk(FREE.shape()), FREE, OWN_CPU).prediction.iteration_s
-    small = replace(OWN_CPU, disk_capacity_bytes=2 * kept.disk_bytes // 3)
+    small = replace(OWN_CPU, disk_capacity_bytes=kept.disk_bytes - PARAMS)
     with pytest.raises(PlanError, match="copies of what lives in memory"):
         evaluated(plan, model, small)
     evaluated(plan, KEPT, small)
