@@ -22,6 +22,22 @@ The block of the rest has the module's name.
 """
 
 
+_TRAINED_BYTES = 16  # of an element with gradient and Adam's state: 4 + 4 + 8, or 2 + 2 + 12 in 16 bits
+_FEW = 2  # times as many bytes are frozen at least, where a block becomes two
+
+
+def is_divided(num_trained: int, frozen_bytes: int) -> bool:
+    """Whether a module's trained parameters are a block of their own.
+
+    ``store.partition`` says why.
+
+    Args:
+        num_trained: Elements that train.
+        frozen_bytes: Bytes of the parameters that do not.
+    """
+    return 0 < _FEW * _TRAINED_BYTES * num_trained <= frozen_bytes
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether a rule applies to a block.
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.plan import TRAINED
+from lightning_hetero.ir.plan import TRAINED, is_divided
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 # A parameter in memory starts at a multiple of this many elements: whole cache lines, and the
 # update kernels' split points.
 ALIGN_ELEMENTS = 16
-
-_TRAINED_BYTES = 16  # of an element with gradient and Adam's state: 4 + 4 + 8, or 2 + 2 + 12 in 16 bits
-_FEW = 2  # times as many bytes are frozen at least, where a block becomes two
 
 
 @dataclass(eq=False, slots=True)
@@ -118,8 +115,8 @@ def _apart(spec: BlockSpec) -> Iterator[BlockSpec]:
     """The block, or its trained part and the rest."""
     trained = {name: param for name, param in spec.params.items() if param.requires_grad}
     frozen = {name: param for name, param in spec.params.items() if not param.requires_grad}
-    trained_bytes = _TRAINED_BYTES * sum(param.numel() for param in trained.values())
-    if not spec.pinned and trained and _FEW * trained_bytes <= sum(param.nbytes for param in frozen.values()):
+    num_trained, frozen_bytes = sum(p.numel() for p in trained.values()), sum(p.nbytes for p in frozen.values())
+    if not spec.pinned and is_divided(num_trained, frozen_bytes):
         order = tuple(spec.params)
         spec.params, spec.order = frozen, order
         yield BlockSpec(f"{spec.name}{TRAINED}", spec.module, trained, pinned=True, rest=spec, order=order)

@@ -118,7 +118,7 @@ def test_a_store_of_undivided_blocks_is_resumed(
     recipe = Recipe(shape=Shape(layers=3, few=True, odd=True), steps=6, accumulate=accumulate, groups=True)
     expected = train(tmp_path, "auto", recipe)
     with monkeypatch.context() as earlier:
-        earlier.setattr(partition, "_FEW", 10**9)
+        earlier.setattr(partition, "is_divided", lambda num_trained, frozen_bytes: False)
         train(tmp_path, offload(plan, tmp_path / "store"), recipe, stop=3)
     got = train(tmp_path, offload(plan, tmp_path / "store"), recipe, store=tmp_path / "store")
     assert_same(got, after(expected, len(got.losses)))
