@@ -243,7 +243,7 @@ def _split(name: str) -> tuple[str, int]:
 
 
 def _twice_the_batch(request: Request, model: ModelProfile, hardware: HardwareProfile) -> ModelProfile:
-    if request.preset_model is not None and request.batch is not None:
+    if request.model_profile is None and request.batch is not None:
         return replace(request, batch=2 * request.batch).model(hardware)
     return scaled_batch(model, 2)
 
@@ -267,4 +267,4 @@ def scaled_batch(model: ModelProfile, factor: int) -> ModelProfile:
         )
         for b in model.blocks
     )
-    return replace(model, tokens=model.tokens * factor, blocks=blocks)
+    return replace(model, tokens=model.tokens * factor, blocks=blocks, batch=model.batch * factor)

@@ -46,8 +46,8 @@ def backward_s(block: BlockProfile, placed: BlockPlan) -> float:
 
 def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) -> int:
     """Bytes that one update writes to the block's file: all arrays in it."""
-    weights = block.num_params * model.compute_itemsize if placed.weights is Tier.DISK else 0
-    state = block.num_trainable_params * model.state_itemsize if placed.state is Tier.DISK else 0
+    weights = model.weight_bytes(block) if placed.weights is Tier.DISK else 0
+    state = model.state_bytes(block) if placed.state is Tier.DISK else 0
     return weights + state
 
 
@@ -70,12 +70,13 @@ def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount
         model: The model.
         shared_memory: As in the hardware's profile.
     """
-    params = model.blocks[op.block].num_trainable_params
+    block = model.blocks[op.block]
+    params = block.num_trainable_params
     on_cpu = op.lane is Lane.CPU
     return Amount(
         work=Work.CPU_UPDATE if on_cpu else Work.DEVICE_UPDATE,
         units=cpu_update_bytes(params) if on_cpu or shared_memory else float(params),
-        num_bytes=params * model.state_itemsize,
+        num_bytes=model.state_bytes(block),
     )
 
 

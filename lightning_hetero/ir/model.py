@@ -160,6 +160,10 @@ class BlockProfile:
             divides.
         cast_bytes: 16-bit casts of its weights that forward saves under mixed precision, bytes. If
             the weights leave memory between uses, so do the casts.
+        weight_bytes: Bytes of its weights where they are not those of the compute dtype: quantized
+            ones with their scales, fp32 adapters of a 16-bit model; 0: those of the compute dtype.
+        gradient_bytes: The same for one full set of its gradients.
+        state_bytes: The same for its optimizer state.
     """
 
     name: str
@@ -176,6 +180,9 @@ class BlockProfile:
     pinned: bool = False
     sharding: Sharding | None = None
     cast_bytes: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +200,7 @@ class ModelProfile:
         blocks: The blocks, in the order of forward.
         kept_every: N if every N-th step is kept on disk, with everything that lives in memory; 0:
             no step is.
+        batch: Sequences that these tokens are, all of one length; 0: not known.
     """
 
     name: str
@@ -202,6 +210,7 @@ class ModelProfile:
     constant_host_bytes: int
     blocks: tuple[BlockProfile, ...]
     kept_every: int = 0
+    batch: int = 0
 
     @property
     def num_params(self) -> int:
@@ -212,6 +221,18 @@ class ModelProfile:
     def state_itemsize(self) -> int:
         """Bytes of Adam's state per trainable element, with the fp32 master of 16-bit weights."""
         return 8 if self.compute_itemsize == 4 else 12
+
+    def weight_bytes(self, block: BlockProfile) -> int:
+        """Bytes of a block's weights."""
+        return block.weight_bytes or block.num_params * self.compute_itemsize
+
+    def gradient_bytes(self, block: BlockProfile) -> int:
+        """Bytes of one full set of a block's gradients."""
+        return block.gradient_bytes or block.num_trainable_params * self.compute_itemsize
+
+    def state_bytes(self, block: BlockProfile) -> int:
+        """Bytes of a block's optimizer state."""
+        return block.state_bytes or block.num_trainable_params * self.state_itemsize
 
     def shape(self) -> ModelShape:
         """The blocks' sizes, as lowering needs them."""
@@ -224,9 +245,9 @@ class ModelProfile:
                 name=b.name,
                 num_params=b.num_params,
                 num_trainable_params=b.num_trainable_params,
-                weight_bytes=b.num_params * self.compute_itemsize,
-                gradient_bytes=b.num_trainable_params * self.compute_itemsize,
-                state_bytes=b.num_trainable_params * self.state_itemsize,
+                weight_bytes=self.weight_bytes(b),
+                gradient_bytes=self.gradient_bytes(b),
+                state_bytes=self.state_bytes(b),
                 pinned=b.pinned,
                 activation_bytes=b.activation_bytes,
                 boundary_bytes=b.boundary_bytes,
@@ -241,7 +262,7 @@ class ModelProfile:
     def to_json(self) -> str:
         """The profile as JSON text, one block per line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
-        head |= {"kept_every": self.kept_every} if self.kept_every else {}
+        head |= {key: value for key in _MODEL_OPTIONAL if (value := getattr(self, key))}
         return to_text({**head, "blocks": Rows(_row(b) for b in self.blocks)})
 
     @classmethod
@@ -257,7 +278,7 @@ class ModelProfile:
         """
         data = parse_object(text, what="model profile", source=source)
         check_format(data, FORMAT, VERSION, what="model profile", source=source)
-        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=("kept_every",), where=source)
+        check_keys(data, required=[*_MODEL_KEYS, "blocks"], optional=_MODEL_OPTIONAL, where=source)
         rows = data["blocks"]
         if not isinstance(rows, list) or not rows:
             raise ConfigError(f"{source}: 'blocks' must be a non-empty list of objects, got {rows!r}.")
@@ -269,8 +290,8 @@ class ModelProfile:
         values: dict[str, Any] = {"name": _text(data, "name", source)}
         for key in _MODEL_KEYS[1:]:
             values[key] = number(data[key], key=key, where=source, positive=key == "tokens", whole=True)
-        kept_every = int(number(data.get("kept_every", 0), key="kept_every", where=source, whole=True))
-        return cls(**values, blocks=blocks, kept_every=kept_every)
+        values |= {key: number(data.get(key, 0), key=key, where=source, whole=True) for key in _MODEL_OPTIONAL}
+        return cls(**values, blocks=blocks)
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -290,18 +311,24 @@ def undivided(model: ModelProfile) -> ModelProfile:
     parts = {b.name.removesuffix(TRAINED): b for b in model.blocks if b.name.endswith(TRAINED)}
     if not parts:
         return model
-    blocks = tuple(_with(b, parts.get(b.name)) for b in model.blocks if not b.name.endswith(TRAINED))
+    blocks = tuple(_with(model, b, parts.get(b.name)) for b in model.blocks if not b.name.endswith(TRAINED))
     return replace(model, blocks=blocks)
 
 
-def _with(block: BlockProfile, part: BlockProfile | None) -> BlockProfile:
-    sums = (*_SECONDS_AND_FLOP, "num_params", "num_trainable_params")
-    return block if part is None else replace(block, **{key: getattr(block, key) + getattr(part, key) for key in sums})
+def _with(model: ModelProfile, block: BlockProfile, part: BlockProfile | None) -> BlockProfile:
+    if part is None:
+        return block
+    sums = {key: getattr(block, key) + getattr(part, key) for key in (*_SECONDS_AND_FLOP, "num_params", "num_trainable_params")}
+    if block.weight_bytes or part.weight_bytes:
+        sums["weight_bytes"] = model.weight_bytes(block) + model.weight_bytes(part)
+    return replace(block, **sums, gradient_bytes=part.gradient_bytes, state_bytes=part.state_bytes)
 
 
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
+_MODEL_OPTIONAL = ("kept_every", "batch")
 _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
-_OPTIONAL = ("operators", "backward", "pinned", "sharding", "cast_bytes")
+_OWN_BYTES = ("cast_bytes", "weight_bytes", "gradient_bytes", "state_bytes")
+_OPTIONAL = ("operators", "backward", "pinned", "sharding", *_OWN_BYTES)
 _BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
 _COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
 
@@ -312,8 +339,9 @@ def _row(block: BlockProfile) -> dict[str, Any]:
         del row["sharding"]
     if not block.backward:
         del row["backward"]
-    if not block.cast_bytes:
-        del row["cast_bytes"]
+    for key in _OWN_BYTES:
+        if not row[key]:
+            del row[key]
     return row
 
 
@@ -324,7 +352,7 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     values: dict[str, Any] = {"name": _text(row, "name", where)}
     values |= {k: number(row[k], key=k, where=where, whole=True) for k in _COUNTS}
     values |= {k: number(row[k], key=k, where=where) for k in _SECONDS_AND_FLOP}
-    values["cast_bytes"] = number(row.get("cast_bytes", 0), key="cast_bytes", where=where, whole=True)
+    values |= {k: number(row.get(k, 0), key=k, where=where, whole=True) for k in _OWN_BYTES}
     if values["num_trainable_params"] > values["num_params"]:
         raise ConfigError(f"{where}: num_trainable_params={values['num_trainable_params']}; allowed: at most num_params.")
     if values["boundary_bytes"] > values["activation_bytes"]:

@@ -33,4 +33,5 @@ def split(model: ModelProfile, parts: int) -> ModelProfile:
         )
         for b in model.blocks
     )
-    return replace(model, tokens=less(model.tokens), blocks=tuple(blocks))
+    batch = model.batch // parts if model.batch % parts == 0 else 0
+    return replace(model, tokens=less(model.tokens), blocks=tuple(blocks), batch=batch)

@@ -268,11 +268,11 @@ class _Compiler:
         if block not in self._streams:
             profile, placed = self._placed(block)
             on_disk = placed.weights is Tier.DISK, placed.state is Tier.DISK
-            read = profile.num_trainable_params * self._model.state_itemsize * on_disk[1]
+            read = self._model.state_bytes(profile) * on_disk[1]
             # Weights that are not in memory go from file to file. With an fp32 master they are only
             # written.
             staged = on_disk[0] and block not in self._resident and self._model.compute_itemsize == 4
-            read += profile.num_params * self._model.compute_itemsize * staged
+            read += self._model.weight_bytes(profile) * staged
             num_chunks = -(-profile.num_params // _CHUNK_PARAMS)
             num_pieces = min(self._num_pieces, num_chunks)
             number = len(self._program.piece_bytes)

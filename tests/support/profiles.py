@@ -24,6 +24,7 @@ def block_profiles(draw: st.DrawFn, name: str, *, pinned: bool = False) -> Block
         OperatorProfile(name=f"op{i}", flop=flop * draw(st.integers(0, 30)) / 100, bytes=saved * share // 40)
         for i, share in enumerate(shares)
     )
+    own = draw(st.booleans())  # bytes of its own: quantized where it is frozen, fp32 where it trains
     return BlockProfile(
         name=name,
         num_params=params,
@@ -36,6 +37,9 @@ def block_profiles(draw: st.DrawFn, name: str, *, pinned: bool = False) -> Block
         transient_bytes=draw(st.integers(0, 5)) * 10 * MB,
         operators=operators,
         pinned=pinned,
+        weight_bytes=(4 * params if trained else params * 9 // 16) * own,
+        gradient_bytes=4 * trained * own,
+        state_bytes=8 * trained * own,
     )
 
 

@@ -41,10 +41,10 @@ def _least_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> floa
         compute_s += block.forward_s + backward_s(block, row)
         if row.update is UpdateLane.CPU:
             on_cpu += block.num_trainable_params
-            up += block.num_params * model.compute_itemsize
+            up += model.weight_bytes(block)
         else:
             on_device += block.num_trainable_params
-            up += (row.state is Tier.HOST) * block.num_trainable_params * model.state_itemsize
+            up += (row.state is Tier.HOST) * model.state_bytes(block)
     work = Work.CPU_UPDATE if hardware.shared_memory else Work.DEVICE_UPDATE
     try:
         device_s = rates.alone_s(work, cpu_update_bytes(on_device) if hardware.shared_memory else on_device)

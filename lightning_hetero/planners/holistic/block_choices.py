@@ -141,7 +141,7 @@ def columns(segments: Sequence[BlockRun], model: ModelProfile, hardware: Hardwar
 def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, hardware: HardwareProfile, m: int) -> Column:
     # Whether casts of weights stay depends on the policy too, which no column of a placement knows.
     block, count, shared = replace(segment.block, cast_bytes=0), len(segment), hardware.shared_memory
-    weights_bytes, gradient_bytes = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
+    weights_bytes, gradient_bytes = model.weight_bytes(block), model.gradient_bytes(block)
     weights, state, update = placed
     moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
     on_host = update is UpdateLane.CPU or shared
@@ -151,7 +151,7 @@ def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, 
         what=None,
         choice=placed,
         taken=count * uses(block, rule, model, hardware, m),
-        moving_bytes=moves * min(count, DEVICE_STATES) * block.num_trainable_params * model.state_itemsize,
+        moving_bytes=moves * min(count, DEVICE_STATES) * model.state_bytes(block),
         passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
         waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
         fetched_bytes=weights_bytes * (weights is Tier.DISK),

@@ -100,8 +100,8 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
     """
-    weights, gradients = block.num_params * model.compute_itemsize, block.num_trainable_params * model.compute_itemsize
-    params, state = block.num_trainable_params, block.num_trainable_params * model.state_itemsize
+    weights, gradients = model.weight_bytes(block), model.gradient_bytes(block)
+    params, state = block.num_trainable_params, model.state_bytes(block)
     alone = not hardware.shared_memory
     on_cpu = params > 0 and placed.update is UpdateLane.CPU
     on_device = params > 0 and not on_cpu
@@ -332,27 +332,21 @@ def _after_forward(name: str, kinds: Mapping[_For, _Seconds], model: ModelProfil
     Of updates all but those whose gradients are waiting then: in host memory, and those of two
     blocks on the device (``lowering.needs.DEVICE_GRADIENTS``).
     """
-    size = model.compute_itemsize
+    trained = [(b, model.gradient_bytes(b)) for b in model.blocks if b.num_trainable_params]
     per_gradient: _Seconds = {
         Quantity.GRADIENTS: 0.0,
-        Quantity.CPU_UPDATE: cpu_update_bytes(1) / size,
-        Quantity.STATE_READ: model.state_itemsize / size,
-        Quantity.STORED: max((_stored(model, b) for b in model.blocks if b.num_trainable_params), default=0.0),
+        Quantity.CPU_UPDATE: max((cpu_update_bytes(b.num_trainable_params) / size for b, size in trained), default=0.0),
+        Quantity.STATE_READ: max((model.state_bytes(b) / size for b, size in trained), default=0.0),
+        Quantity.STORED: max(((model.weight_bytes(b) + model.state_bytes(b)) / size for b, size in trained), default=0.0),
     }
     work = {use: seconds for use, seconds in _total(kinds[_For.UPDATE], kinds[_For.REST]).items() if use in per_gradient}
     waiting_s = sum(seconds * per_gradient[use] for use, seconds in work.items())
-    on_device = DEVICE_GRADIENTS * max(b.num_trainable_params for b in model.blocks) * size
+    on_device = DEVICE_GRADIENTS * max((size for _, size in trained), default=0)
     left_s = on_device * (waiting_s + work.get(Quantity.GRADIENTS, 0.0))
     staged_s = staging_bytes * max((s for u, s in work.items() if u in (Quantity.STATE_READ, Quantity.STORED)), default=0.0)
     passes = kinds[_For.PASS]
     rooms = _total({SpareMemory.WAITING: -waiting_s}, _cached(passes))
     return BoundRow(resource=name, always=_total(work, passes), rooms=rooms, constant_s=-left_s - staged_s)
-
-
-def _stored(model: ModelProfile, block: BlockProfile) -> float:
-    """Bytes that an update writes at most, per byte of gradients."""
-    weights = block.num_params / block.num_trainable_params
-    return weights + model.state_itemsize / model.compute_itemsize
 
 
 def _contended(compute: BoundRow, other: BoundRow, hardware: HardwareProfile) -> Iterator[BoundRow]:

@@ -87,5 +87,6 @@ class PlanBounds:
 
 def _kind(block: BlockProfile) -> object:
     """All that decides what a block takes."""
-    sizes = (block.num_params, block.num_trainable_params, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
+    stored = (block.num_params, block.num_trainable_params, block.weight_bytes, block.gradient_bytes, block.state_bytes)
+    sizes = (*stored, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
     return (*sizes, block.operators, block.pinned, block.forward_s, block.backward_s, block.forward_flop)

@@ -128,7 +128,7 @@ class Relaxation:
         self.segments = segments(model)
         self.staging_bytes = 0
         if hardware.disk_capacity_bytes:
-            streamed = sum(b.num_trainable_params for b in model.blocks) * model.state_itemsize
+            streamed = sum(model.state_bytes(b) for b in model.blocks)
             self.staging_bytes = least_staging(model) + read_ahead(4 * hardware.host_memory_bytes, streamed)
         found = rows(model, hardware, micro_batches=micro_batches, staging_bytes=self.staging_bytes, updates=updates)
         self.matrices = Matrices(found)
@@ -224,7 +224,7 @@ class Relaxation:
         top = Tier.HOST if h.shared_memory else Tier.DEVICE
         for place, segment in enumerate(self.segments):
             block = segment.least
-            own = block.transient_bytes + block.num_trainable_params * m.compute_itemsize * (2 if practice.depth else 1)
+            own = block.transient_bytes + m.gradient_bytes(block) * (2 if practice.depth else 1)
             waiting = gradients if self.micro_batches > 1 else 0.0
             before = self._saved_before(place)
             here = self._variables((self._segment == place).astype(np.float64))

@@ -67,6 +67,11 @@ class SearchRequest:
         evaluator = Evaluator(relaxation.model, hardware, updates=self.updates, evaluations=0)
         return Search(relaxation=relaxation.resized(hardware), evaluator=evaluator, bound_s=0.0)
 
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        search = self.search()
+        return any(True for _ in search.frugal()) or search.start(_LEAST) is not None
+
     def lacking(self, tier: Tier) -> int | None:
         """Bytes to add on one tier so that a plan fits; ``None`` if none suffice."""
         h = self.hardware
@@ -91,16 +96,24 @@ class SearchRequest:
         return None
 
     def may_split(self, times: int) -> bool:
-        """Whether a plan may compute the batch in ``times`` as many micro-batches."""
+        """Whether a plan may compute the batch in ``times`` as many micro-batches.
+
+        Each of them has whole sequences, if the model's profile says how many there are.
+        """
         parts = times * self.parts
-        return not self.hardware.shared_memory and parts <= _MOST_PARTS and self.model.tokens % parts == 0
+        return not self.hardware.shared_memory and parts <= _MOST_PARTS and self._units % parts == 0
+
+    @property
+    def _units(self) -> int:
+        """What a batch can be divided into: sequences, or else tokens."""
+        return self.model.batch or self.model.tokens
 
     def _smaller(self, times: int) -> SearchRequest:
         return replace(self, parts=times * self.parts) if self.may_split(times) else replace(self, model=split(self.model, times))
 
     def smaller(self) -> int | None:
         """The factor, a power of two, by which the batch has to shrink; ``None`` if none helps."""
-        powers = takewhile(lambda n: n * self.parts <= self.model.tokens, (2**k for k in count(1)))
+        powers = takewhile(lambda n: n * self.parts <= self._units, (2**k for k in count(1)))
         searches = {n: self._smaller(n).search() for n in powers}
         enough = next((n for n, search in searches.items() if any(True for _ in search.frugal())), None)
         if enough is None and searches and searches[max(searches)].start(_LEAST) is not None:

@@ -84,7 +84,7 @@ class Search:
 
     def __post_init__(self) -> None:
         model = self.relaxation.model
-        self._weights = max((b.num_params for b in model.blocks if not b.pinned), default=0) * model.compute_itemsize
+        self._weights = max((model.weight_bytes(b) for b in model.blocks if not b.pinned), default=0)
 
     @property
     def done(self) -> bool:
@@ -192,7 +192,7 @@ class Search:
         If weights on disk need that memory, the depth stays as planned.
         """
         model, h = self.relaxation.model, self.evaluator.hardware
-        sizes = sorted((b.num_trainable_params * model.compute_itemsize for b in model.blocks), reverse=True)
+        sizes = sorted(map(model.gradient_bytes, model.blocks), reverse=True)
         if any(b.weights is Tier.DISK for b in plan.blocks):
             room = relaxed.waiting_bytes
         else:

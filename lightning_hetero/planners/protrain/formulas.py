@@ -48,6 +48,11 @@ def pack(sizes: Sequence[int], chunk_params: int) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(c) for c in chunks)
 
 
+def weight_elements(model: ModelProfile) -> list[int]:
+    """Elements of each block's weights; quantized ones as so many of the compute dtype."""
+    return [-(-model.weight_bytes(b) // model.compute_itemsize) for b in model.blocks]
+
+
 def wasted_params(sizes: Sequence[int], chunk_params: int) -> int:
     """Elements of all chunks that hold no parameter (B.1)."""
     return len(pack(sizes, chunk_params)) * chunk_params - sum(sizes)

@@ -86,7 +86,7 @@ def space_of(
         )
     if fragmentation < 1:
         raise ConfigError(f"fragmentation={fragmentation!r}; allowed: at least 1, what the allocator takes for one byte asked for.")
-    chunk_params = formulas.best_chunk_params([b.num_params for b in model.blocks], interval=chunk_interval, span=chunk_span)
+    chunk_params = formulas.best_chunk_params(formulas.weight_elements(model), interval=chunk_interval, span=chunk_span)
     return Space(
         model=model,
         hardware=hardware,

@@ -66,7 +66,7 @@ class Space:
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """The blocks of each chunk."""
-        return formulas.pack([b.num_params for b in self.model.blocks], self.chunk_params)
+        return formulas.pack(self._elements, self.chunk_params)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -113,26 +113,39 @@ class Space:
         [inferred].
         """
         m, world = self.model, self.hardware.world_size
-        sizes = (p * m.compute_itemsize + t * m.state_itemsize / world for p, t in zip(self._params, self._trained, strict=True))
+        sizes = (p * m.compute_itemsize + state / world for p, state in zip(self._params, self._states, strict=True))
         return (0, *(math.ceil(total) for total in accumulate(sizes)))
 
     @cached_property
+    def _elements(self) -> tuple[int, ...]:
+        return tuple(formulas.weight_elements(self.model))
+
+    @cached_property
     def _params(self) -> tuple[int, ...]:
-        return tuple(sum(self.model.blocks[b].num_params for b in chunk) for chunk in self.chunks)
+        return tuple(sum(self._elements[b] for b in chunk) for chunk in self.chunks)
 
     @cached_property
     def _trained(self) -> tuple[int, ...]:
         return tuple(sum(self.model.blocks[b].num_trainable_params for b in chunk) for chunk in self.chunks)
 
     @cached_property
+    def _states(self) -> tuple[int, ...]:
+        return tuple(sum(self.model.state_bytes(self.model.blocks[b]) for b in chunk) for chunk in self.chunks)
+
+    @cached_property
+    def _leaving(self) -> tuple[float, ...]:
+        """Gradients of each chunk, as elements of the compute dtype."""
+        return tuple(sum(self._gradients[b] for b in chunk) / self.model.compute_itemsize for chunk in self.chunks)
+
+    @cached_property
     def _gradients(self) -> tuple[int, ...]:
-        return tuple(b.num_trainable_params * self.model.compute_itemsize for b in self.model.blocks)
+        return tuple(map(self.model.gradient_bytes, self.model.blocks))
 
     @cached_property
     def least_host_bytes(self) -> tuple[int, ...]:
         """Host bytes without activations for 0, 1, ... N persistent chunks."""
         m, shared = self.model, self.hardware.shared_memory
-        sizes = [p * m.compute_itemsize + t * m.state_itemsize for p, t in zip(self._params, self._trained, strict=True)]
+        sizes = [p * m.compute_itemsize + state for p, state in zip(self._params, self._states, strict=True)]
         fixed = m.constant_host_bytes + (self.peak_base_bytes + sum(sizes) if shared else 0)
         rows = []
         for persistent in range(len(self.chunks) + 1):
@@ -237,7 +250,7 @@ class Space:
         ring = m.compute_itemsize * (h.world_size - 1) / h.world_size
         shard = m.compute_itemsize / h.world_size if self.copies else 0.0
 
-        def copies(params: Sequence[int], alone: float, reduced: float, then: int) -> tuple[float, ...]:
+        def copies(params: Sequence[float], alone: float, reduced: float, then: int) -> tuple[float, ...]:
             """``then``: distance from the copied chunk to the one that computes meanwhile."""
             return tuple(_seconds(p * shard, reduced if i + then in busy else alone) for i, p in enumerate(params))
 
@@ -245,10 +258,10 @@ class Space:
             forward=tuple(sum(m.blocks[b].forward_s for b in chunk) for chunk in self.chunks),
             backward=tuple(sum(m.blocks[b].backward_s for b in chunk) for chunk in self.chunks),
             gather=tuple(_seconds(p * ring, h.collective_bytes_per_s) for p in self._params),
-            reduce=tuple(_seconds(t * ring, h.collective_bytes_per_s) for t in self._trained),
+            reduce=tuple(_seconds(g * ring, h.collective_bytes_per_s) for g in self._leaving),
             upload=copies(self._params, h.link_h2d_bytes_per_s, up, -1),
             upload_again=copies(self._params, h.link_h2d_bytes_per_s, up, 1),
-            offload=copies(self._trained, h.link_d2h_bytes_per_s, down, -1),
+            offload=copies(self._leaving, h.link_d2h_bytes_per_s, down, -1),
             gpu_update=tuple(_seconds(t / h.world_size, h.device_update_params_per_s) for t in self._trained),
             cpu_update=tuple(_seconds(t, h.cpu_update_params_per_s) for t in self._trained),
         )
