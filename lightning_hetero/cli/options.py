@@ -29,6 +29,19 @@ PresetModel = Annotated[
         "--preset-model", metavar="NAME", help='A known model, or "gpt:..." / "llama:..."; see docs.', rich_help_panel=_MODEL
     ),
 ]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="PATH", help="A Hugging Face model's config.json, or its folder.", rich_help_panel=_MODEL),
+]
+LoraText = Annotated[
+    str | None,
+    typer.Option("--lora", metavar="TEXT", help="Adapters, such as r=16,targets=q,v or all-linear.", rich_help_panel=_MODEL),
+]
+Dora = Annotated[bool, typer.Option("--dora", help="Adapters with magnitudes (DoRA).", rich_help_panel=_MODEL)]
+Quantize = Annotated[
+    Literal["nf4", "nf4-double", "int8"] | None,
+    typer.Option(help="How frozen weights are stored, as bitsandbytes does.", rich_help_panel=_MODEL),
+]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences per step and device.", rich_help_panel=_MODEL)]
 Sequence = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL)]
 Precision = Annotated[
@@ -56,9 +69,12 @@ class Request:
     Attributes:
         model_profile: File of a model profile.
         preset_model: Name of a known model.
-        batch: Sequences per step and device, for ``preset_model``.
-        sequence: Tokens per sequence, for ``preset_model``.
-        precision: Bits of a weight, ``"16"`` or ``"32"``, for ``preset_model``.
+        model_config: A Hugging Face model's ``config.json``, or its folder: ``--model``.
+        lora: Adapters of that model, such as ``"r=16,targets=q,v"``.
+        quantize: How its frozen weights are stored.
+        batch: Sequences per step and device, for ``preset_model`` or ``model_config``.
+        sequence: Tokens per sequence, for the same.
+        precision: Bits of a weight, ``"16"`` or ``"32"``, for the same.
         hardware_profile: File of a hardware profile. If no option names a machine, it is this one,
             as ``profile`` measured it.
         machine: Name of a paper's machine.
@@ -71,6 +87,9 @@ class Request:
 
     model_profile: Path | None = None
     preset_model: str | None = None
+    model_config: Path | None = None
+    lora: str | None = None
+    quantize: str | None = None
     batch: int | None = None
     sequence: int | None = None
     precision: str | None = None
@@ -85,7 +104,12 @@ class Request:
     @classmethod
     def of(cls, context: typer.Context) -> Request:
         """The request that the options of a command give."""
-        return cls(**{f.name: context.params[f.name] for f in fields(cls)})
+        values = {f.name: context.params[f.name] for f in fields(cls)}
+        if context.params["dora"]:
+            if values["lora"] is None:
+                raise ConfigError("--dora says how adapters are made; give --lora too, such as --lora r=16,targets=q,v.")
+            values["lora"] += ",dora=true"
+        return cls(**values)
 
     def given(self) -> str:
         """The options that are given, as one writes them; empty without any."""
@@ -101,7 +125,7 @@ class Request:
         wrong = {k: v for k, v in origin.items() if not isinstance(v, int if k in _COUNTS else str)}
         if wrong or (wrong := {k: v for k, v in origin.items() if k not in {f.name for f in fields(cls)}}):
             raise ConfigError(f"the plan's origin has {wrong!r}; allowed keys: {', '.join(f.name for f in fields(cls))}.")
-        return cls(**{k: folder / v if k.endswith("_profile") else v for k, v in origin.items()})
+        return cls(**{k: folder / v if k in _FILES else v for k, v in origin.items()})
 
     def origin(self, *, folder: Path) -> dict[str, str | int]:
         """The request as stored in a plan file in ``folder``.
@@ -132,6 +156,10 @@ class Request:
             values |= {"device": self.device, "link": self.link}
         elif self.device is not None:
             values["machine"] = None
+        if self.model_config is not None:  # and so do two models
+            values["preset_model"] = None
+        elif self.preset_model is not None:
+            values |= {"model_config": None, "lora": self.lora, "quantize": self.quantize}
         return Request(**values)
 
     def _names(self, keys: Iterable[str]) -> bool:
@@ -155,12 +183,17 @@ class Request:
         return self.model(hardware), hardware
 
     def _check(self) -> None:
-        if (self.model_profile is None) == (self.preset_model is None):
-            raise _which_model("neither" if self.model_profile is None else "both")
-        if self.preset_model is not None:
-            self._preset()
+        given = [key for key in _MODELS if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise _which_model(_flags(given) or "none")
+        if self.model_profile is None:
+            self._shape(given[0])
         if self.model_profile is not None and self._names(_MODEL_KEYS[1:]):
-            raise ConfigError("--model-profile was measured at one batch; --batch, --sequence, --precision go with --preset-model.")
+            raise ConfigError(
+                "--model-profile was measured at one batch; --batch, --sequence, --precision go with --preset-model or --model."
+            )
+        if self.model_config is None and self._names(("lora", "quantize")):
+            raise ConfigError("--lora and --quantize go with --model: the config.json of a Hugging Face model, or its folder.")
         _, *parts = _MACHINE_KEYS
         if self.hardware_profile is not None and self._names(parts):
             raise ConfigError(f"--hardware-profile is a whole machine; {_flags(parts)} go without it.")
@@ -169,13 +202,11 @@ class Request:
         if self.machine is None and self._names(parts) and (self.device is None or self.host_memory is None):
             raise ConfigError("a machine needs --device and --host-memory, such as --device rtx4090 --host-memory 256GiB.")
 
-    def _preset(self) -> tuple[str, int, int]:
-        """A known model's name, its batch and its sequence."""
-        if self.preset_model is None:
-            raise _which_model("neither")
+    def _shape(self, key: str) -> tuple[int, int]:
+        """The batch and the sequence of a model that has none of its own."""
         if self.batch is None or self.sequence is None:
-            raise ConfigError(f"--preset-model {self.preset_model} needs --batch and --sequence, such as 8 and 1024.")
-        return self.preset_model, self.batch, self.sequence
+            raise ConfigError(f"{_flags([key])} {getattr(self, key)} needs --batch and --sequence, such as 8 and 1024.")
+        return self.batch, self.sequence
 
     def hardware(self) -> HardwareProfile:
         """The machine; if none is named, this one, as ``profile`` measured it."""
@@ -197,9 +228,17 @@ class Request:
             return ModelProfile.load(self.model_profile)
         from lightning_hetero.profiling import presets
 
-        name, batch, sequence = self._preset()
         itemsize = int(self.precision or 16) // 8
-        return presets.model(name, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
+        if self.model_config is not None:
+            batch, sequence = self._shape("model_config")
+            tuning = presets.Tuning.parse(lora=self.lora, quantize=self.quantize)
+            return presets.from_config(
+                self.model_config, tuning, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize
+            )
+        if self.preset_model is None:
+            raise _which_model("none")
+        batch, sequence = self._shape("preset_model")
+        return presets.model(self.preset_model, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
 
     def model_alone(self) -> ModelProfile:
         """The model without a machine.
@@ -217,7 +256,7 @@ class Request:
 
 
 def _which_model(got: str) -> ConfigError:
-    return ConfigError(f"which model? Got {got} of --model-profile and --preset-model; give one of them.")
+    return ConfigError(f"which model? Got {got} of {_flags(_MODELS)}; give one of them.")
 
 
 def _this_machine() -> HardwareProfile:
@@ -228,12 +267,14 @@ def _this_machine() -> HardwareProfile:
 
 
 _COUNTS = ("batch", "sequence", "devices")
-_MODEL_KEYS = ("model_profile", "preset_model", "batch", "sequence", "precision")
+_MODELS = ("model_profile", "preset_model", "model_config")
+_MODEL_KEYS = (*_MODELS, "lora", "quantize", "batch", "sequence", "precision")
+_FILES = ("model_profile", "hardware_profile", "model_config")
 _MACHINE_KEYS = ("hardware_profile", "machine", "device", "host_memory", "disk", "devices", "link")
 
 
 def _flags(keys: Iterable[str]) -> str:
-    return ", ".join("--" + key.replace("_", "-") for key in keys)
+    return ", ".join("--model" if key == "model_config" else "--" + key.replace("_", "-") for key in keys)
 
 
 def load_plan(path: Path, request: Request) -> tuple[Plan, Request]:
@@ -245,6 +286,6 @@ def load_plan(path: Path, request: Request) -> tuple[Plan, Request]:
     plan = Plan.load(path)
     origin = {key: value for key, value in plan.origin.items() if key != OPTIONS}
     complete = request.or_else(Request.from_origin(origin, folder=path.absolute().parent))
-    if complete.model_profile is None and complete.preset_model is None:
-        raise ConfigError(f"{path} does not name its model; give --model-profile or --preset-model.")
+    if not complete._names(_MODELS):
+        raise ConfigError(f"{path} does not name its model; give --model-profile, --preset-model or --model.")
     return plan, complete

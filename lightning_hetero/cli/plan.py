@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
     outcomes = planning.run(chosen, model, hardware, given)
     best = min(outcomes, key=lambda o: o.iteration_s)
     if best.plan is None:
-        raise _refusal(outcomes)
+        raise _with_batch(_refusal(outcomes), request, hardware, lambda smaller: planning.fits(chosen, smaller, hardware, given))
     if out is not None:
         origin = request.origin(folder=out.absolute().parent)
         if given:
@@ -64,6 +64,28 @@ def _refusal(outcomes: Sequence[Outcome]) -> Exception:
     )
 
 
+def _with_batch(refusal: Exception, request: Request, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]) -> Exception:
+    """A refusal with one more remedy: the largest batch that fits, if the batch is an option.
+
+    Args:
+        refusal: Why there is no plan.
+        request: What was asked for.
+        hardware: Its machine.
+        fits: Whether there is a plan for another model.
+    """
+    if not isinstance(refusal, PlanError) or request.batch is None or request.batch == 1:
+        return refusal
+    enough, too_many = 0, request.batch
+    while too_many - enough > 1:
+        batch = (enough + too_many) // 2
+        if fits(replace(request, batch=batch).model(hardware)):
+            enough = batch
+        else:
+            too_many = batch
+    found = f"A smaller batch: --batch {enough} fits." if enough else "No smaller batch fits, not even --batch 1."
+    return PlanError(f"{refusal} {found}", tier=refusal.tier, shortfall_bytes=refusal.shortfall_bytes)
+
+
 def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardware: HardwareProfile, *, out: Path | None) -> None:
     screen = console()
     screen.print(pairs("", describe(model, hardware)))
@@ -78,12 +100,14 @@ def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardwar
 
 def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
     """The model and the machine in two lines."""
-    params = sum(b.num_params for b in model.blocks)
+    params, trained = model.num_params, sum(b.num_trainable_params for b in model.blocks)
+    training = f", {count(trained)} trained" if trained < params else ""
     bits = 8 * model.compute_itemsize
     memory = f"{format_bytes(hardware.device_memory_bytes)} device memory, {format_bytes(hardware.host_memory_bytes)} host memory"
     disk = f"disk {format_bytes(hardware.disk_read_bytes_per_s)}/s" if hardware.disk_read_bytes_per_s else "no disk"
+    size = f"{count(params)} parameters{training}, {len(model.blocks)} blocks, {bits} bit"
     return {
-        "model": f"{model.name}: {count(params)} parameters, {len(model.blocks)} blocks, {bits} bit, {model.tokens} tokens a step",
+        "model": f"{model.name}: {size}, {model.tokens} tokens a step",
         "machine": f"{hardware.name}: {memory}, {disk}",
     }
 

@@ -16,6 +16,7 @@ from lightning_hetero.ir.codec import parse_object
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.schedule import Updates
 
 DEFAULT = "holistic"
 ALL = "all"
@@ -136,6 +137,19 @@ def run(
         run_one(name, planner, model, hardware, {k: _typed(k, v, known[name][k]) for k, v in options.items() if k in known[name]})
         for name, planner in chosen.items()
     ]
+
+
+def fits(
+    chosen: Mapping[str, Callable[..., Plan]], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
+) -> bool:
+    """Whether one of the planners has a plan; where a search is among them, it does not search."""
+    if DEFAULT in chosen:
+        from lightning_hetero.planners.holistic.remedies import SearchRequest
+
+        parts = max(options.get("micro_batches", [1]))
+        updates = Updates(options.get("updates", Updates.IN_BACKWARD))
+        return SearchRequest(model=model, hardware=hardware, parts=parts, updates=updates).fits()
+    return any(outcome.plan is not None for outcome in run(chosen, model, hardware, options))
 
 
 def run_one(

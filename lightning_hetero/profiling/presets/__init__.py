@@ -4,12 +4,16 @@ Every figure has a source text. Unknown names raise ``ConfigError`` with near ma
 names.
 """
 
+from lightning_hetero.profiling.presets.adapters import Lora
+from lightning_hetero.profiling.presets.configs import from_config
 from lightning_hetero.profiling.presets.devices import DEVICES, LINKS, Device, device
 from lightning_hetero.profiling.presets.disks import DISKS, Disk, disk
 from lightning_hetero.profiling.presets.hosts import HOSTS, Host, host
 from lightning_hetero.profiling.presets.machines import PAPER_MACHINES, PaperMachine, machine, paper_machine
 from lightning_hetero.profiling.presets.models import MODELS, gpt, llama, model
+from lightning_hetero.profiling.presets.quantization import Quantization
 from lightning_hetero.profiling.presets.transformers import Architecture, Gpt, Llama
+from lightning_hetero.profiling.presets.tuning import Tuning
 
 __all__ = [
     "DEVICES",
@@ -24,9 +28,13 @@ __all__ = [
     "Gpt",
     "Host",
     "Llama",
+    "Lora",
     "PaperMachine",
+    "Quantization",
+    "Tuning",
     "device",
     "disk",
+    "from_config",
     "gpt",
     "host",
     "llama",

@@ -323,6 +323,7 @@ def profile(
         constant_device_bytes=0 if hardware.shared_memory else _CONTEXT_BYTES,
         constant_host_bytes=_PROCESS_BYTES,
         blocks=architecture.blocks(shape, hardware.device_flop_per_s),
+        batch=batch,
     )
 
 

@@ -193,7 +193,7 @@ def test_explain_of_a_plan_without_origin_names_the_missing_options(tmp_path: Pa
         (["4xa1000", *MODEL], "no device preset 'a1000'"),
         (["lab", *MODEL], "no cluster preset 'lab'"),
         (["missing.yaml", *MODEL], "cluster file 'missing.yaml' does not exist"),
-        (["4xa100-80", "--micro-batches", "4"], "Got neither of --model-profile and --preset-model"),
+        (["4xa100-80", "--micro-batches", "4"], "Got none of --model-profile, --preset-model, --model"),
         (["4xa100-80", *MODEL, "--planner", "oracle"], "--planner 'oracle'; allowed: asymmetric, "),
         (["4xa100-80", *MODEL, "--tensor-parallel", "8"], "allowed: 1 to 4"),
         (["1xrtx4080", "--preset-model", "llama-65b", *MODEL[2:]], "lacks "),

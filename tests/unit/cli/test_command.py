@@ -58,8 +58,8 @@ def test_the_version_equals_the_packages() -> None:
 
 
 REFUSALS: list[tuple[list[str], str]] = [
-    (["plan"], "Got neither of --model-profile and --preset-model"),
-    (["plan", *PRESET, "--model-profile", "m.json"], "Got both of --model-profile"),
+    (["plan"], "Got none of --model-profile, --preset-model, --model"),
+    (["plan", *PRESET, "--model-profile", "m.json"], "Got --model-profile, --preset-model of --model-profile"),
     (["plan", "--preset-model", "gpt2"], "--preset-model gpt2 needs --batch and --sequence"),
     (["plan", "--model-profile", "m.json", "--batch", "8"], "--batch, --sequence, --precision go with --preset-model"),
     (["plan", *PRESET[:-1], "0"], "--sequence"),

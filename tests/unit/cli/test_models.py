@@ -1,0 +1,165 @@
+"""Plans for a Hugging Face model and its adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import HARDWARE, invoke, parsed
+
+from lightning_hetero.cli.options import Request, load_plan
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.units import MIB
+
+DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+LORA = ["--lora", "r=8,targets=q,v"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[str]:
+    """Options of a tiny model; its folder has the model's name."""
+    return ["--model", str(_written(tmp_path / "tiny", TINY)), "--batch", "8", "--sequence", "64"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> list[str]:
+    return _machine(tmp_path, device_mib=2048)
+
+
+def _machine(folder: Path, *, device_mib: int) -> list[str]:
+    file = folder / f"{device_mib}.json"
+    file.write_text(replace(HARDWARE, device_memory_bytes=device_mib * MIB).to_json(), encoding="utf-8")
+    return ["--hardware-profile", str(file)]
+
+
+def _written(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_the_documented_example_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _written(tmp_path / "Llama-3.1-8B", LLAMA_8B)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "140")
+    examples = re.findall(r"```console\n\$ lightning-hetero (plan --model .*)\n((?:.*\n)*?)```", DOCS.read_text(encoding="utf-8"))
+    assert len(examples) == 2
+    for command, shown in examples:
+        fits = not shown.startswith("error")
+        result = invoke(*shlex.split(command), code=0 if fits else 2)
+        assert _lines(result.stdout if fits else result.stderr) == _lines(shown)
+
+
+def _lines(text: str) -> list[str]:
+    """Without the seconds that planning took, and the gap, which is the solver's rounding here."""
+    return [line.rstrip() for line in text.strip().splitlines() if not line.startswith((" planned in", " gap"))]
+
+
+def test_adapters_and_quantized_weights_need_less_memory(model: list[str], machine: list[str]) -> None:
+    text = invoke("plan", *model, *machine, *LORA, "--quantize", "nf4-double").stdout
+    assert re.search(r"tiny: [\d.]+ M parameters, [\d.]+ k trained", text)
+    whole, frozen, small = (
+        parsed("plan", *model, *machine, "--planner", "resident", *more)["predicted"]["device_peak_bytes"]
+        for more in ([], LORA, [*LORA, "--quantize", "nf4"])
+    )
+    assert whole > frozen > small
+
+
+def test_a_file_is_a_model_too(model: list[str], machine: list[str]) -> None:
+    file = [model[0], model[1] + "/config.json", *model[2:]]
+    got, other = (parsed("plan", *options, *machine, *LORA, "--planner", "host") for options in (file, model))
+    assert got["predicted"] == other["predicted"]
+
+
+def test_a_plan_remembers_its_model_and_adapters(model: list[str], machine: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    invoke("plan", *model, *machine, *LORA, "--dora", "--quantize", "int8", "--planner", "host", "--out", path)
+    origin = Plan.load(path).origin
+    assert origin["model_config"] == "tiny"
+    assert origin["lora"] == "r=8,targets=q,v,dora=true"
+    assert origin["quantize"] == "int8"
+    _, request = load_plan(path, Request())
+    assert request.model_config == tmp_path / "tiny"
+    assert parsed("simulate", path)["predicted"]["iteration_s"] == Plan.load(path).require_predicted().iteration_s
+
+
+def test_another_model_replaces_the_remembered_one() -> None:
+    kept = Request(model_config=Path("a"), lora="r=1,targets=q", quantize="nf4", batch=2, sequence=8)
+    assert Request().or_else(kept) == kept
+    assert Request(batch=4).or_else(kept) == replace(kept, batch=4)
+    assert Request(lora="r=2,targets=v").or_else(kept) == replace(kept, lora="r=2,targets=v")
+    assert Request(preset_model="gpt2").or_else(kept) == Request(preset_model="gpt2", batch=2, sequence=8)
+    known = Request(preset_model="gpt2", batch=2, sequence=8)
+    assert Request(model_config=Path("a")).or_else(known) == Request(model_config=Path("a"), batch=2, sequence=8)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--dora"], "give --lora too"),
+        (["--quantize", "nf4"], "quantized weights cannot train. Give --lora too"),
+        (["--lora", "r=8"], "targets=NAME"),
+        (["--lora", "r=8,targets=w1"], "no module 'w1'"),
+        (["--preset-model", "gpt2"], "Got --preset-model, --model of"),
+    ],
+)
+def test_options_that_make_no_model_are_refused(model: list[str], machine: list[str], more: list[str], message: str) -> None:
+    assert message in parsed("plan", *model, *machine, *more, code=2)["error"]
+
+
+def test_adapters_belong_to_a_hugging_face_model(machine: list[str]) -> None:
+    refused = parsed("plan", "--preset-model", "gpt2", "--batch", "1", "--sequence", "8", *machine, *LORA, code=2)["error"]
+    assert "--lora and --quantize go with --model" in refused
+    needs = parsed("plan", "--model", "x", *machine, code=2)["error"]
+    assert "--model x needs --batch and --sequence" in needs
+
+
+# ---- a smaller batch as a remedy --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planner", ["holistic", "resident"])
+def test_a_refusal_names_the_largest_batch_that_fits(planner: str, model: list[str], tmp_path: Path) -> None:
+    options = [*model, *_machine(tmp_path, device_mib=1100), *LORA, "--planner", planner]
+    refused = parsed("plan", *options, "--batch", "500", code=2)
+    (batch,) = map(int, re.findall(r"A smaller batch: --batch (\d+) fits\.", refused["error"]))
+    assert 1 < batch < 500
+    assert refused["shortfall_bytes"] > 0
+    assert parsed("plan", *options, "--batch", batch)["predicted"]["iteration_s"] > 0
+    parsed("plan", *options, "--batch", batch + 1, code=2)
+
+
+def test_a_refusal_says_so_if_no_batch_fits(model: list[str], tmp_path: Path) -> None:
+    options = [*model, *_machine(tmp_path, device_mib=1024), *LORA, "--planner", "resident"]
+    assert "No smaller batch fits, not even --batch 1." in parsed("plan", *options, code=2)["error"]
+    assert "smaller batch" not in parsed("plan", *options, "--batch", "1", code=2)["error"]
+
+
+def test_recommended_micro_batches_are_whole_sequences(model: list[str], tmp_path: Path) -> None:
+    """A batch of 3 has none; a batch of 6 may be 2, 3 or 6."""
+    options = [*model, *_machine(tmp_path, device_mib=1100), *LORA]
+    for batch in (3, 6):
+        refused = parsed("plan", *options, "--batch", batch, "--sequence", "20000", code=2)["error"]
+        assert all(batch % int(parts) == 0 for parts in re.findall(r"micro_batches=\[(\d+)\]", refused))
