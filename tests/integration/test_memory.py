@@ -23,8 +23,8 @@ from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
 MIB = 2**20
-BUDGET = 196 * MIB
-WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 8192, 16
+BUDGET = 96 * MIB
+WIDTH, LAYERS, WORDS, TOKENS = 512, 20, 4096, 16
 
 # What comes on top of the budget, by reason (all float32):
 ACTIVATIONS = 4 * TOKENS * (LAYERS * (5 * WIDTH + 2 * 4 * WIDTH) + 4 * WORDS)  # saved for backward, and their gradients

@@ -242,6 +242,20 @@ def test_a_batch_of_a_validation_is_repeated(
     assert all("in an evaluation" in m and "2.00 MiB" in m for m in messages)
 
 
+def test_a_plan_is_made_anew_after_a_validation_that_did_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, small = Recipe(shape=FOUR, steps=7, validate=True), EmulatedDevice(memory="16MiB", seed=1)
+    expected = run(recipe, "auto", tmp_path, module_class=FailingInEvaluation)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        _, strategy, got = failing(
+            recipe, "zero_offload", [(-1, "end", "")], tmp_path, monkeypatch, on={}, module_class=FailingInEvaluation, device=small
+        )  # fmt: skip
+    assert_same(got, expected)
+    assert "the batch begins again" in caplog.text
+    assert strategy.plan.predicted is not None
+
+
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_a_batch_is_repeated_without_a_fit(method: str, fake: FakeCuda, tmp_path: Path) -> None:
     def evaluate(strategy: Any, *, faults: int, **options: Any) -> tuple[Any, FailingInEvaluation]:
