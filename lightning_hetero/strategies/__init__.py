@@ -7,6 +7,8 @@ this one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.strategies.namespaces import Lightning, public_names
@@ -37,46 +39,30 @@ __all__ = [
 ]
 
 
-def strategy_class(namespace: str) -> type[HeteroOffloadStrategy]:
-    """The subclass of the namespace's ``SingleDeviceStrategy``.
+_HOMES = {  # the modules in which the public classes are written
+    "HeteroOffloadStrategy": "lightning_hetero.strategies.hetero_offload",
+    "HeteroParallelStrategy": "lightning_hetero.parallel.strategies.hetero_parallel",
+    "HeteroParallelOffloadStrategy": "lightning_hetero.parallel.strategies.hetero_parallel_offload",
+    "HeteroParallelFsdpStrategy": "lightning_hetero.parallel.strategies.hetero_parallel_fsdp",
+    "LocalFirst": "lightning_hetero.parallel.strategies.local_first",
+}
 
-    Args:
-        namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+def _class_of(name: str, namespace: str) -> Any:
+    """A public class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
 
     Raises:
         ConfigError: Another namespace.
     """
-    from lightning_hetero.strategies.hetero_offload import class_for
-
-    return class_for(Lightning(namespace))
+    return import_module(_HOMES[name]).class_for(Lightning(namespace))
 
 
-def parallel_class(namespace: str) -> type[HeteroParallelStrategy]:
-    """The subclass of the namespace's ``DDPStrategy``; as :func:`strategy_class`."""
-    from lightning_hetero.parallel.strategies.hetero_parallel import class_for
-
-    return class_for(Lightning(namespace))
-
-
-def parallel_offload_class(namespace: str) -> type[HeteroParallelOffloadStrategy]:
-    """The class of ``HeteroParallelStrategy(offload=...)``; as :func:`strategy_class`."""
-    from lightning_hetero.parallel.strategies.hetero_parallel_offload import class_for
-
-    return class_for(Lightning(namespace))
-
-
-def parallel_fsdp_class(namespace: str) -> type[HeteroParallelFsdpStrategy]:
-    """The subclass of the namespace's ``ModelParallelStrategy``; as :func:`strategy_class`."""
-    from lightning_hetero.parallel.strategies.hetero_parallel_fsdp import class_for
-
-    return class_for(Lightning(namespace))
-
-
-def local_first_class(namespace: str) -> type[LocalFirst]:
-    """The namespace's checkpoint IO that saves to several tiers; as :func:`strategy_class`."""
-    from lightning_hetero.parallel.strategies.local_first import class_for
-
-    return class_for(Lightning(namespace))
+# Each of these takes the name of a namespace and returns a class, as :func:`_class_of`.
+strategy_class: Callable[[str], type[HeteroOffloadStrategy]] = partial(_class_of, "HeteroOffloadStrategy")
+parallel_class: Callable[[str], type[HeteroParallelStrategy]] = partial(_class_of, "HeteroParallelStrategy")
+parallel_offload_class: Callable[[str], type[HeteroParallelOffloadStrategy]] = partial(_class_of, "HeteroParallelOffloadStrategy")
+parallel_fsdp_class: Callable[[str], type[HeteroParallelFsdpStrategy]] = partial(_class_of, "HeteroParallelFsdpStrategy")
+local_first_class: Callable[[str], type[LocalFirst]] = partial(_class_of, "LocalFirst")
 
 
 def make(namespace: str, **options: Any) -> Strategy:
@@ -100,18 +86,9 @@ def make_parallel_fsdp(namespace: str, **options: Any) -> Strategy:
     return parallel_fsdp_class(namespace)(**options)
 
 
-_CLASSES: dict[str, Callable[[str], type[object]]] = {
-    "HeteroOffloadStrategy": strategy_class,
-    "HeteroParallelStrategy": parallel_class,
-    "HeteroParallelOffloadStrategy": parallel_offload_class,
-    "HeteroParallelFsdpStrategy": parallel_fsdp_class,
-    "LocalFirst": local_first_class,
-}
-
-
 def __getattr__(name: str) -> Any:
     """Makes a class by its public name, such as ``PytorchLightningLocalFirst``."""
-    for known, class_of in _CLASSES.items():
+    for known in _HOMES:
         if (lightning := public_names(known).get(name)) is not None:
-            return class_of(lightning.name)
+            return _class_of(known, lightning.name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

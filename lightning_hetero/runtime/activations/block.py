@@ -372,7 +372,7 @@ class Use:
         if made is not None:
             block.unmet.discard(made.operator)
         if policy is Saved.RECOMPUTE and self._rerun is not None and number is not None:
-            saved = SavedTensor(self, block.name, number, tensor, dropped=True)
+            saved = SavedTensor(self.recompute, block.name, number, tensor, dropped=True)
             self._rerun.dropped[number] = weakref.ref(saved)
             return saved
         home = None
@@ -388,7 +388,7 @@ class Use:
         if number is None:
             saved = SavedTensor(None, f"the input of {block.name}", 0, tensor.detach(), dropped=False, home=home)
         else:
-            saved = SavedTensor(self, block.name, number, tensor.detach(), dropped=False, home=home)
+            saved = SavedTensor(self.recompute, block.name, number, tensor.detach(), dropped=False, home=home)
         if made is not None and made.saved is None and saved.version == 0:
             made.saved = weakref.ref(saved)
         return saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,13 +23,6 @@ class Packed(Protocol):
 
     def view(self) -> Tensor:
         """The saved tensor, on the device: the unpack hook gives it to autograd."""
-
-
-class Saver(Protocol):
-    """A forward that has saved tensors."""
-
-    def recompute(self) -> None:
-        """Brings back the tensors that it has dropped."""
 
 
 class Layout(NamedTuple):
@@ -59,19 +53,27 @@ class SavedTensor:
     """One saved tensor, wherever its bytes are. Autograd holds it.
 
     Attributes:
-        use: The forward that saved it, which it keeps alive; ``None`` for an argument of a forward.
+        recompute: Brings back what the forward that saved it, and that it keeps alive, has dropped;
+            ``None`` for an argument of a forward.
         name: The name of that forward or argument, for errors.
         number: Its place among the tensors that the forward has saved.
         layout: How it lies in its storage.
         home: Its storage, if that may leave the device.
     """
 
-    __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "tensor", "use", "version")
+    __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "recompute", "tensor", "version")
 
     def __init__(
-        self, use: Saver | None, name: str, number: int, tensor: Tensor, *, dropped: bool, home: SavedStorage | None = None
+        self,
+        recompute: Callable[[], None] | None,
+        name: str,
+        number: int,
+        tensor: Tensor,
+        *,
+        dropped: bool,
+        home: SavedStorage | None = None,
     ) -> None:
-        self.use, self.name, self.number, self.layout, self.home = use, name, number, Layout.of(tensor), home
+        self.recompute, self.name, self.number, self.layout, self.home = recompute, name, number, Layout.of(tensor), home
         self.tensor = None if dropped else tensor  # ``None`` while it is away
         self.version = tensor._version  # the version counter of ``tensor`` when it was saved
         # The autograd node that made it, to tell whether a recomputation met the same tensor; empty
@@ -90,8 +92,8 @@ class SavedTensor:
         if self.tensor is None and not self.changed:
             if self.home is not None:
                 self.fill(self.home.returned(self.layout))
-            elif self.use is not None:
-                self.use.recompute()
+            elif self.recompute is not None:
+                self.recompute()
         if self.tensor is None or self.is_changed():
             shape = tuple(self.layout.size)
             raise ChangedInPlaceError(

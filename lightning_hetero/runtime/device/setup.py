@@ -9,7 +9,6 @@ from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
-from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.store.live.tier_store import TierStore
 
@@ -39,7 +38,6 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
         return EngineLanes()
     if isinstance(device, EmulatedDevice):
         return EmulatedLanes(device, poison=poison)
-    assert isinstance(device, CudaDevice), "there are no other devices with memory of their own"
     return CudaLanes(
         device.device, memory_bytes=arena_bytes, poison=poison, staging_bytes=device.staging_bytes,
         cuda=device.cuda,

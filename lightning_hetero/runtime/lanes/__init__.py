@@ -7,10 +7,14 @@ op at once.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import All, Device, Event, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
 from lightning_hetero.runtime.lanes.queue import InlineLanes, Lanes
+
+Device = EmulatedDevice | CudaDevice
+"""A device that has memory of its own."""
 
 __all__ = [
     "All",

@@ -28,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
-
 from lightning_hetero._native import DONE, READY
 from lightning_hetero.ir.schedule import Op, OpKind, Payload
 
@@ -110,19 +108,3 @@ class OpEvent(Event, Protocol):
         If the engine does the work, the end is when ``run`` returned, and native tickets know more.
         On streams, times are known only of ops that were submitted while ``timed`` was set.
         """
-
-
-class Device(Protocol):
-    """A device that has memory of its own."""
-
-    @property
-    def device(self) -> torch.device:
-        """The torch device of parameters and activations."""
-
-    @property
-    def partitioned(self) -> bool:
-        """Whether the lanes reserve memory for ops; else ops and torch share all of it."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """The part of its memory that plans may use."""
