@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
-from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
+from lightning_hetero.strategies.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
 from lightning_hetero.units import format_bytes
 
@@ -88,7 +88,7 @@ class PlanningCallback(_Base):
         if self._autoplan.stage is Stage.PLAN:  # planners and micro-benchmarks may draw random numbers
             alone = lightning_of(trainer).module("utilities.seed").isolate_rng(include_cuda=False)
         with alone:
-            made = self._autoplan.before_batch(session, Batch(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
+            made = self._autoplan.before_batch(session, BatchSize(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
         if made is not None:
             self.error = PredictionError()
             self._run.executor.heap.peak_bytes = 0

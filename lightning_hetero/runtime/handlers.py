@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, HostGradient
-from lightning_hetero.runtime.lanes import All, Event, OpEvent, Ticket
+from lightning_hetero.runtime.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.speculation import Speculation, Trial
@@ -64,7 +64,7 @@ class Handlers:
         run = context.run
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
-        self._latest: dict[int, list[NativeTicket]] = {}  # block -> its latest update, whose write-back is the STORE
+        self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
         self._write_mirrors, self._commits_always = run.mirror, False
         self._trial: Trial | None = None  # the update that is being submitted, if it is speculative

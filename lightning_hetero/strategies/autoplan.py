@@ -74,7 +74,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchSize:
     """What planning needs to know of a batch."""
 
     tokens: int  # samples if there are no tokens
@@ -184,7 +184,7 @@ class Autoplan:
             log.info("planning anew: asked for%s.", ", with another budget" if budget else "")
             self.stage, self._reason = Stage.PLAN if budget else Stage.TIME, ""
 
-    def before_batch(self, session: Session, batch: Batch) -> Plan | None:
+    def before_batch(self, session: Session, batch: BatchSize) -> Plan | None:
         """A training batch is about to begin.
 
         Returns the plan if a new one has just come into force.
@@ -267,7 +267,7 @@ class Autoplan:
 
     # ---- drifts ------------------------------------------------------------------------------
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_batch(self, batch: BatchSize) -> None:
         if self.stage is not Stage.RUN or self._drift is None or self.model is None:
             return
         self._odd_batches = self._odd_batches + 1 if _differs(batch.tokens, self.model.tokens, self._drift) else 0
@@ -312,7 +312,7 @@ class Autoplan:
 
     # ---- planning ----------------------------------------------------------------------------
 
-    def _plan(self, session: Session, batch: Batch) -> Plan:
+    def _plan(self, session: Session, batch: BatchSize) -> Plan:
         begin, executor = now_s(), session.running
         session.profile = self.model = self._profile(session)
         if session.device_memory is not None:

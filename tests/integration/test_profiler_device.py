@@ -23,7 +23,7 @@ from lightning_hetero.profiling import operators
 from lightning_hetero.profiling.model import check_activations
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from lightning_hetero.strategies.autoplan import Batch, Stage
+from lightning_hetero.strategies.autoplan import BatchSize, Stage
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 BYTES = ("activation_bytes", "boundary_bytes", "transient_bytes", "operators", "forward_flop")
@@ -128,7 +128,7 @@ class Records(pl.Callback):
         if autoplan.stage is Stage.RUN:
             self.profiles.append(autoplan.model)
             autoplan.stage = Stage.RECORD
-            autoplan.before_batch(trainer.strategy.session, Batch(tokens=1, micro_batches=1))
+            autoplan.before_batch(trainer.strategy.session, BatchSize(tokens=1, micro_batches=1))
 
 
 @pytest.mark.parametrize("shape", [Shape(layers=4, dropout=0.2, odd=True), Shape(layers=4, shared=True)], ids=["odd", "shared"])

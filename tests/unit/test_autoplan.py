@@ -17,7 +17,7 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.strategies.autoplan import Autoplan, Batch, Stage
+from lightning_hetero.strategies.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.planning import FitPlanning, scaled
 
@@ -90,7 +90,7 @@ class Driver:
     def steps(self, number: int, seconds: float = 1.0, *, tokens: int = 100) -> None:
         self.tokens = tokens
         for _ in range(number):
-            self.auto.before_batch(self.session, Batch(tokens=tokens, micro_batches=1))
+            self.auto.before_batch(self.session, BatchSize(tokens=tokens, micro_batches=1))
             self.stages.append(self.auto.stage)
             self.auto.after_batch()
             self.auto.after_step(self.session, seconds)

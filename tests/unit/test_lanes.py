@@ -21,7 +21,7 @@ from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
-from lightning_hetero.runtime.lanes.memory import Arena
+from lightning_hetero.runtime.lanes.memory import DeviceArena
 from lightning_hetero.strategies.machine_profile import emulated as emulated_machine
 
 HOST = torch.device("cpu")
@@ -251,7 +251,7 @@ def test_pageable_memory_is_not_faster_than_page_locked_memory() -> None:
 
 
 def test_the_peak_has_reserved_and_allocated_memory() -> None:
-    arena = Arena(4096, torch.device("cpu"), poison=False)
+    arena = DeviceArena(4096, torch.device("cpu"), poison=False)
     memory = arena.take(1000, "weights")
     arena.reserve(700, "activations")
     arena.give(memory)
@@ -333,7 +333,7 @@ def test_devices_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) ->
 
 
 def test_first_fit_takes_the_lowest_gap_and_neighbours_join() -> None:
-    arena = Arena(8 * 512, HOST, poison=False)
+    arena = DeviceArena(8 * 512, HOST, poison=False)
     a, b, c, d = (arena.take(1024, name) for name in "abcd")
     addresses = [t.data_ptr() for t in (a, b, c, d)]
     arena.give(a)
@@ -355,7 +355,7 @@ def test_first_fit_takes_the_lowest_gap_and_neighbours_join() -> None:
 
 def test_memory_of_no_bytes_is_always_there() -> None:
     for capacity in (0, 512):
-        arena = Arena(capacity, HOST, poison=True)
+        arena = DeviceArena(capacity, HOST, poison=True)
         arena.take(capacity, "everything")
         empty = arena.take(0, "nothing")
         assert empty.shape == (0,)
@@ -366,7 +366,7 @@ def test_memory_of_no_bytes_is_always_there() -> None:
 
 
 def test_memory_is_given_back_once_and_where_it_was_taken() -> None:
-    arena = Arena(4096, HOST, poison=False)
+    arena = DeviceArena(4096, HOST, poison=False)
     memory = arena.take(512, "a")
     arena.give(memory)
     for other in (memory, torch.empty(512, dtype=torch.uint8)):
@@ -375,7 +375,7 @@ def test_memory_is_given_back_once_and_where_it_was_taken() -> None:
 
 
 def test_versions_of_memory_are_its_own() -> None:
-    arena = Arena(4096, HOST, poison=True)
+    arena = DeviceArena(4096, HOST, poison=True)
     a = arena.take(512, "a")
     version = a._version
     arena.give(arena.take(512, "b"))
@@ -383,7 +383,7 @@ def test_versions_of_memory_are_its_own() -> None:
 
 
 def test_threads_share_an_arena() -> None:
-    arena = Arena(1 << 17, HOST, poison=False)  # a gap is left for every piece, however the others lie
+    arena = DeviceArena(1 << 17, HOST, poison=False)  # a gap is left for every piece, however the others lie
 
     def work(number: int) -> None:
         chance, held = random.Random(number), []
@@ -411,7 +411,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
         num_slots=2, chunk_elements=numel,
     )  # fmt: skip
     with (
-        _native.Arena(4 * numel) as arena,
+        _native.DeviceArena(4 * numel) as arena,
         _native.Store(
             tmp_path, uuid=bytes(16), create=True, direct_io=False, durability=1, verify_digests=True, num_blocks=1, user_bytes=0
         ) as store,

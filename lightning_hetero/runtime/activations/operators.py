@@ -115,7 +115,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Record:
+class ForwardRecord:
     """The operators of one forward in order, and those that a recomputation may skip."""
 
     order: list[OpOverload] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Watch(OperatorMode):
         device: torch.device,
         device_type: str,
         inside: Callable[[], bool],
-        record: Record | None,
+        record: ForwardRecord | None,
     ) -> None:
         super().__init__()
         self._names, self._addresses, self._policy, self._inside = names, addresses, policy, inside
@@ -197,7 +197,7 @@ class Spare(OperatorMode):
         inside: Whether the block itself runs, not a block in it.
     """
 
-    def __init__(self, record: Record, *, inside: Callable[[], bool]) -> None:
+    def __init__(self, record: ForwardRecord, *, inside: Callable[[], bool]) -> None:
         super().__init__()
         self._record, self._inside, self._place, self._astray = record, inside, 0, False
 

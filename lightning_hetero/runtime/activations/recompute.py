@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.runtime.activations.operators import RandomState, Record, Spare
+from lightning_hetero.runtime.activations.operators import ForwardRecord, RandomState, Spare
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError, Packed, SavedTensor, maker_of
 
 
@@ -76,7 +76,7 @@ class Rerun:
         self._random = RandomState.now(device)
         self._autocast = [_autocast_now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
         self._buffers = buffers.now()
-        self.record = Record()
+        self.record = ForwardRecord()
         self.dropped: dict[int, weakref.ref[SavedTensor]] = {}  # the tensors that the forward has dropped, by their numbers
 
     def copies(self) -> list[torch.UntypedStorage]:

@@ -22,11 +22,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
 from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
-from lightning_hetero.runtime.lanes.base import Event, OpEvent, Ticket
+from lightning_hetero.runtime.lanes.base import Event, OpEvent
 from lightning_hetero.runtime.lanes.memory import POISON
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.runtime.pool import Lease, Pool

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.lanes.base import Ticket
+from lightning_hetero._native import Ticket
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.live.blocks import Block, Part
 

@@ -7,7 +7,7 @@ op at once.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent, passed_at
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
 from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
@@ -28,6 +28,5 @@ __all__ = [
     "Lanes",
     "Moment",
     "OpEvent",
-    "Ticket",
     "passed_at",
 ]

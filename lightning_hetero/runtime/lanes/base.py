@@ -12,7 +12,7 @@ because the native engine has its own queues.
 [Note: Streams]
 On a device with streams an op of ``h2d`` or ``d2h`` starts *on the stream*: the host calls ``run``
 as soon as the events before it have been issued, and the stream waits for them. Work that ``run``
-does through the device, :meth:`Lanes.copy`, :meth:`Arena.take` and :meth:`Arena.give`
+does through the device, :meth:`Lanes.copy`, :meth:`DeviceArena.take` and :meth:`DeviceArena.give`
 follows the stream's order. Work on the *content* of host memory does not: it belongs on a host lane
 (``cpu``, ``disk_read``, ``disk_write``), which waits on the host. ``compute`` is a stream too, so
 an op that reads or frees memory after compute waits for :meth:`Lanes.mark`.
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_hetero._native import DONE, READY
+from lightning_hetero._native import DONE, READY, Ticket
 from lightning_hetero.ir.schedule import Op, OpKind, Payload
 
 _PASSED_WHEN_READY = frozenset({OpKind.FETCH, OpKind.UPDATE})
@@ -49,16 +49,6 @@ def passed_at(op: Op) -> int:
     if (op.kind, op.payload) == (OpKind.FETCH, Payload.STATE):
         return 0
     return READY if op.kind in _PASSED_WHEN_READY else DONE
-
-
-class Ticket(Protocol):
-    """What the lanes use of :class:`lightning_hetero._native.Ticket`."""
-
-    def wait(self, what: int = DONE, timeout: float | None = None) -> None:
-        """Blocks until ``what`` is reached; raises the task's error, or ``TimeoutError``."""
-
-    def poll(self) -> int:
-        """0, ``READY`` or ``DONE``, at once; raises the task's error."""
 
 
 class Event(Protocol):

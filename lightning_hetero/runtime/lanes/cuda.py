@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
+from lightning_hetero.runtime.lanes.base import Event, Moment
 from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
-from lightning_hetero.runtime.lanes.memory import POISON, Arena
+from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import Lanes
@@ -338,7 +339,7 @@ class _Mark:
         self.moment.synchronize()
 
 
-class _StreamArena(Arena):
+class _StreamArena(DeviceArena):
     """Memory that is taken and given back in the order of the current stream."""
 
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> None:

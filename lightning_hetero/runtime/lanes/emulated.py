@@ -26,12 +26,12 @@ from dataclasses import KW_ONLY, dataclass, fields
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import READY
+from lightning_hetero._native import READY, Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.runtime.lanes.base import Event, Moment, Ticket
-from lightning_hetero.runtime.lanes.memory import Arena
+from lightning_hetero.runtime.lanes.base import Event, Moment
+from lightning_hetero.runtime.lanes.memory import DeviceArena
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.units import parse_bytes
@@ -122,7 +122,7 @@ class EmulatedLanes(Lanes):
 
     def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
         host = torch.device("cpu")
-        self._arena = Arena(emulated.memory_bytes, host, poison=poison)
+        self._arena = DeviceArena(emulated.memory_bytes, host, poison=poison)
         super().__init__(host, self._arena, poison=poison)
         self.counts = True
         self._allocated: dict[int, weakref.ref[torch.UntypedStorage]] = {}

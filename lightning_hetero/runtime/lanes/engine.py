@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
-from lightning_hetero.runtime.lanes.base import All, Event, Ticket, passed_at
+from lightning_hetero.runtime.lanes.base import All, Event, passed_at
 from lightning_hetero.runtime.lanes.op import Failures
 from lightning_hetero.runtime.lanes.queue import InlineLanes
 
@@ -34,7 +34,7 @@ class EngineOp:
     tickets: tuple[Ticket, ...] = ()
     # The tickets that a later op waits for: its own, or those before it if it has none. A FETCH of
     # state has none for others, because its ticket waits for gradients.
-    behind: Sequence[NativeTicket] = ()
+    behind: Sequence[Ticket] = ()
     error: BaseException | None = None  # of ``run``
     submitted_s: float = field(default_factory=now_s)  # when it was submitted, in seconds of ``now_s``
     _ended_s: float = 0.0
@@ -43,10 +43,10 @@ class EngineOp:
     def __post_init__(self) -> None:
         self._passed_at = passed_at(self.op)
 
-    def ran(self, tickets: Iterable[Ticket], behind: Sequence[NativeTicket]) -> None:
+    def ran(self, tickets: Iterable[Ticket], behind: Sequence[Ticket]) -> None:
         """``run`` has returned ``tickets``; it followed those ``behind``."""
         self.tickets, self._ended_s = tuple(tickets), now_s()
-        own = [ticket for ticket in self.tickets if isinstance(ticket, NativeTicket)] if self._passed_at else []
+        own = [ticket for ticket in self.tickets if isinstance(ticket, Ticket)] if self._passed_at else []
         self.behind = own or behind
 
     def failed(self, error: BaseException, failures: Failures) -> None:
@@ -138,9 +138,9 @@ class EngineLanes(InlineLanes):
         self._ops.clear()
 
 
-def _tickets_of(events: Sequence[Event]) -> Sequence[NativeTicket]:
+def _tickets_of(events: Sequence[Event]) -> Sequence[Ticket]:
     """The engine's tickets of these events; waits for an event that has none."""
-    found: list[NativeTicket] = []
+    found: list[Ticket] = []
     waiting = list(events)
     while waiting:
         event = waiting.pop()

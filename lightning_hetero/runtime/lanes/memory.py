@@ -27,7 +27,7 @@ class _Gap:
     given: dict[Hashable, tuple[int, object]] = field(default_factory=dict)
 
 
-class Arena:
+class DeviceArena:
     """The memory of a device that ops take and give back: one run of addresses. Thread-safe.
 
     First fit over address ranges; free neighbours are merged. Under poison, memory is filled with

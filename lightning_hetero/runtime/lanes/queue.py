@@ -10,12 +10,12 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import Ticket as NativeTicket
+from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import Event, Moment, OpEvent, Ticket
-from lightning_hetero.runtime.lanes.memory import POISON, Arena
+from lightning_hetero.runtime.lanes.base import Event, Moment, OpEvent
+from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
 from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
 
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
@@ -96,12 +96,12 @@ class Lanes:
         device_type: The type that tensors on the device report.
     """
 
-    def __init__(self, device: torch.device, memory: Arena, *, poison: bool) -> None:
+    def __init__(self, device: torch.device, memory: DeviceArena, *, poison: bool) -> None:
         self.device, self.device_type = device, device.type
         self.timed = False  # events know their times on streams too, which costs something; may be set between two ops
         self.observer: Callable[[OpEvent], None] | None = None  # called with every op as it is submitted
         # Inside ``run``: tickets of earlier ops. The engine waits for them, the lane has not.
-        self.behind: Sequence[NativeTicket] = ()
+        self.behind: Sequence[Ticket] = ()
         self.counts = False  # storages that torch allocates have to be reported (:meth:`allocated`)
         self._memory = memory
         self._poison = poison
@@ -248,7 +248,7 @@ class Lanes:
             DeviceMemoryError: It does not fit beside the memory in use.
         """
 
-    def memory(self) -> Arena:
+    def memory(self) -> DeviceArena:
         """The device's memory."""
         return self._memory
 
@@ -325,7 +325,7 @@ class InlineLanes(Lanes):
 
     def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:
         host = torch.device("cpu")
-        super().__init__(host, Arena(memory_bytes, host, poison=poison), poison=poison)
+        super().__init__(host, DeviceArena(memory_bytes, host, poison=poison), poison=poison)
 
     def _has_queue(self, lane: Lane) -> bool:
         return False

@@ -20,11 +20,12 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.lanes import Event, Ticket
+from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.tensor_sources import DeviceCopies, WeightSource

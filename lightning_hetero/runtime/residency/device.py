@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import OpKind, Schedule
@@ -12,7 +13,7 @@ from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
-from lightning_hetero.runtime.lanes import Event, Ticket
+from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.host import wait_written
 from lightning_hetero.store.live.blocks import Block, Part
