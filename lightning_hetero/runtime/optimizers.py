@@ -21,6 +21,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import StateSource, take_all, write_state
 from lightning_hetero.store.live.blocks import Part
@@ -70,7 +71,8 @@ class OptimizerBinding:
         self._on_step, self._on_read, self._on_load = on_step, on_read, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
-        self._replaced: dict[str, Any] = {}
+        self._patches = Patches()
+        self._original: dict[str, Any] = {}  # methods that are replaced
         self._handle: RemovableHandle | None = None
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
@@ -103,14 +105,12 @@ class OptimizerBinding:
     def choose(self, rule: Rule) -> None:
         """Sets the rule from the next step on. Once replaced, ``step`` stays replaced."""
         self.rule = rule
-        if not self._replaced and (rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params())):
+        if not self._original and (rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params())):
             self._intercept()
 
     def _intercept(self) -> None:
         optimizer = self.optimizer
-        for name in ("step", "zero_grad", "load_state_dict"):
-            self._replaced[name] = optimizer.__dict__.get(name)
-        self._original = {name: getattr(optimizer, name) for name in self._replaced}
+        self._original = {name: getattr(optimizer, name) for name in ("zero_grad", "load_state_dict")}
 
         def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step(closure)
@@ -121,7 +121,7 @@ class OptimizerBinding:
             "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
         }
         for name, function in ours.items():
-            setattr(optimizer, name, MethodType(function, optimizer))
+            self._patches.replace(optimizer, name, MethodType(function, optimizer))
         vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` sets what torch's wrapper would set
         self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
 
@@ -129,11 +129,7 @@ class OptimizerBinding:
         """Gives the optimizer back as it was; ``read``: its state becomes ordinary tensors."""
         if self._handle is not None:
             self._handle.remove()
-        for name, previous in self._replaced.items():
-            if previous is None:
-                self.optimizer.__dict__.pop(name, None)
-            else:
-                setattr(self.optimizer, name, previous)
+        self._patches.restore()
         if read:
             states = [(s, k, v) for s in self.optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
             inside = [tensor for _, key, value in states for tensor in plain_tensors(value, key).values()]

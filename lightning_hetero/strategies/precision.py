@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.strategies.method_patches import Patches
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.namespaces import lightning_of
 
 if TYPE_CHECKING:

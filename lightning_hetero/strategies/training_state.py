@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
-from lightning_hetero.strategies.method_patches import Patches
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import lightning_of
 

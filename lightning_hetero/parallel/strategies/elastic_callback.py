@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_hetero.parallel.elastic import LEFT, RESTARTS, CommittedSteps, Elastic, Notice
-from lightning_hetero.strategies.method_patches import Patches
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.namespaces import Lightning
 from lightning_hetero.strategies.training_state import after_batch, call_after
 

@@ -21,7 +21,7 @@ from lightning_hetero.parallel.pipeline.runtime import Means, Pipelines
 from lightning_hetero.parallel.pipeline.synchronise import local
 from lightning_hetero.parallel.shares import SharedBatches
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, train_batches, with_batches
-from lightning_hetero.strategies.method_patches import Patches
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.namespaces import lightning_of
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from lightning_hetero.parallel.elastic import Elastic, elastic_from, node_name
 from lightning_hetero.parallel.shares import SharedBatches, Taken, cut
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.parallel.strategies import elastic_callback
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.data import set_sampler_epoch
-from lightning_hetero.strategies.method_patches import Patches
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
 from lightning_hetero.strategies.precision import around
 from lightning_hetero.strategies.resume import end_batch
