@@ -38,9 +38,8 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.device import DeviceResidency
 from lightning_hetero.runtime.residency.host import HostResidency
-from lightning_hetero.runtime.schedules import Schedules
 from lightning_hetero.runtime.speculation import Speculation
-from lightning_hetero.runtime.step import Step
+from lightning_hetero.runtime.step import Schedules, Step
 from lightning_hetero.store.live.blocks import Block
 
 

@@ -51,11 +51,7 @@ class _Nothing(dict[str, Tensor]):
 
 
 class Initializer:
-    """Sets the parameters and buffers of one model that are on the meta device.
-
-    Args:
-        content: Weights in files; they have precedence.
-    """
+    """Sets parameters and buffers of a model that are on the meta device; files come first."""
 
     def __init__(self, root: nn.Module, content: Content | None = None) -> None:
         self._root = root

@@ -26,9 +26,7 @@ class Pool(Generic[_T]):
 
     It has as many of a size as were ever in use at once, which the schedule bounds.
 
-    Args:
-        make: Makes one of a size in bytes.
-        discard: Ends one.
+    ``make`` makes one of a size in bytes, and ``discard`` ends one.
     """
 
     def __init__(self, make: Callable[[int], _T], discard: Callable[[_T], object] = lambda thing: None) -> None:

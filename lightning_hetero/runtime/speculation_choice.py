@@ -41,13 +41,9 @@ class _Kind(Enum):
 
 
 class Worth:
-    """Chooses for each step whether it speculates; see [Note: Is speculation worth it].
+    """Chooses for each step whether it speculates; see [Note: Is speculation worth it]."""
 
-    Attributes:
-        fixed: A break-even rate that holds whatever is measured; ``None`` for none.
-    """
-
-    fixed: float | None = None
+    fixed: float | None = None  # a break-even rate that holds whatever is measured
 
     def __init__(self, clock: Callable[[], float] = now_s) -> None:
         self.given = _GIVEN  # the break-even discard rate while too little has been measured

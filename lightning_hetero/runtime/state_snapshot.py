@@ -47,11 +47,6 @@ class StateSnapshot:
     Args:
         scratch: A folder for the copies of tensors in memory.
         links: A snapshot of the store, removed by :meth:`close`; ``None`` if nothing is on disk.
-        overlaps: See below.
-
-    Attributes:
-        linked_bytes: Bytes of linked tensors.
-        copied_bytes: Bytes of copied tensors.
     """
 
     def __init__(self, scratch: Path, links: Path | None, *, overlaps: bool = True) -> None:

@@ -9,29 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_hetero._native import U8, Ticket
 from lightning_hetero.optim.adam import MASTER
+from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, with_strides
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory, tensor_at
-
-
-class DeviceCopies(Protocol):
-    """The copies of weights on a device with memory of its own."""
-
-    def newest(self, part: Part, index: int) -> Tensor | None:
-        """A fresh CPU tensor of a parameter's weights, if the device's are the newest."""
-
-    def written(self, part: Part, index: int) -> None:
-        """The host has new weights of a parameter, so the device's copy is outdated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +64,7 @@ class WeightSource(_PartSource):
     """
 
     settle: Callable[[Part], None]  # waits until no update of the part is under way
-    device: DeviceCopies | None = None  # ``None`` if the device is the host
+    device: DeviceWeights | None = None  # ``None`` if the device is the host
     changes: Callable[[Block], None] | None = None  # called with the block before its weights are written
 
     @property

@@ -89,10 +89,6 @@ class Autoplan:
         on: The machine to plan for; nothing of it is measured before a plan is due.
         drift: Relative change of batch, budget or step time that causes a new plan. ``None``: none
             does.
-
-    Attributes:
-        planned_s: Seconds of the last planning, including measuring the machine.
-        moved_s: Seconds to move weights and state to where that plan puts them.
     """
 
     def __init__(self, planner: str, on: Machine, *, drift: float | None) -> None:
@@ -103,7 +99,8 @@ class Autoplan:
         self.model: ModelProfile | None = None  # once there is one
         self.machine: HardwareProfile | None = None  # that the plan was made with
         self.profiler: BatchProfiler | None = None  # profiles the current batch, if that batch is profiled
-        self.planned_s = self.moved_s = 0.0
+        self.planned_s = 0.0  # of the last planning, including measuring the machine
+        self.moved_s = 0.0  # to move weights and state to where that plan puts them
         self._observed: list[Observed] = []  # the recorded batch first, then the timed ones
         self._constant_bytes = self._constant_device_bytes = 0
         self._heap_bytes = 0  # before the first batch

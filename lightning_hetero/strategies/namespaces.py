@@ -27,16 +27,9 @@ _PREFIX = {"lightning.pytorch": "", "pytorch_lightning": "PytorchLightning"}  # 
 
 @dataclass(frozen=True, slots=True)
 class Lightning:
-    """One of the two namespaces.
+    """One of the two namespaces; refuses another name."""
 
-    Attributes:
-        name: ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
-
-    Raises:
-        ConfigError: Another name.
-    """
-
-    name: str
+    name: str  # "lightning.pytorch" or "pytorch_lightning"
 
     def __post_init__(self) -> None:
         if self.name not in _FABRIC:

@@ -40,13 +40,9 @@ _RECORD = "pass trace=True to the strategy to record one"
 
 
 class Offloading(_Base):
-    """Lightning's side of a strategy that offloads, in one process or in one of several.
+    """Lightning's side of a strategy that offloads, in one process or in one of several."""
 
-    Attributes:
-        run: Places, trains and saves the model; made by the strategy's constructor.
-    """
-
-    run: OffloadRun
+    run: OffloadRun  # made by the strategy's constructor
 
     # ---- setup and teardown ------------------------------------------------------------------
 

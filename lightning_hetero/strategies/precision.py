@@ -69,8 +69,7 @@ class PrecisionHooks:
     """Replaces methods of a precision plugin and its loss scaler until :meth:`close`.
 
     Args:
-        backward: Replaces the plugin's ``backward``, as in :func:`around`.
-        optimizer_step: Replaces the plugin's ``optimizer_step``.
+        backward: Replaces the plugin's method, as in :func:`around`; so does ``optimizer_step``.
         speculates: The executor, if it clips and unscales gradients instead of the plugin.
     """
 

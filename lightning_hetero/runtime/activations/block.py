@@ -28,7 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -356,7 +356,7 @@ class Use:
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
         """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
-            return _Kept(tensor)
+            return _Kept(tensor.detach())
         model, block, storage = self._model, self._block, tensor.untyped_storage()
         known = model.known(storage)
         if known is not None and known.owner is not None and known.owner is not self._key:
@@ -427,24 +427,20 @@ class Use:
             del running[depth:]
 
 
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """A saved tensor that stays, whatever the plan says, because it has no ordinary memory."""
 
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
+    tensor: Tensor
 
     def view(self) -> Tensor:
-        """The tensor."""
-        return self._tensor
+        return self.tensor
 
 
 class Inner:
     """A forward inside a recomputation. Its saved tensors are thrown away with the graph.
 
-    Args:
-        saves: It is the forward that is repeated, whose saved tensors the recomputation counts.
+    If it ``saves``, it is the forward that is repeated: the recomputation counts its tensors.
     """
 
     def __init__(self, *, saves: bool) -> None:

@@ -45,11 +45,7 @@ class OperatorNames:
 
 
 class ParameterAddresses:
-    """Finds the parameter at an address.
-
-    Args:
-        params: Parameters at their present addresses, with their names inside the block.
-    """
+    """Finds the parameter at an address; parameters have their names inside the block."""
 
     __slots__ = ("_rows", "_starts")
 

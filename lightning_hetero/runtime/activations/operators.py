@@ -190,12 +190,7 @@ class Watch(OperatorMode):
 
 
 class Spare(OperatorMode):
-    """Active while a block's forward is repeated: returns the outputs of operators that are spared.
-
-    Args:
-        record: The forward's operators.
-        inside: Whether the block itself runs, not a block in it.
-    """
+    """Active while a forward is repeated: returns the outputs of operators that are spared."""
 
     def __init__(self, record: ForwardRecord, *, inside: Callable[[], bool]) -> None:
         super().__init__()

@@ -54,11 +54,7 @@ class _State:
 
 
 class DeviceUpdates:
-    """Updates parts on the device and keeps, or borrows, their state.
-
-    Args:
-        store: The engine, whose memory has the state otherwise.
-    """
+    """Updates parts on the device and keeps, or borrows, their state."""
 
     def __init__(self, lanes: Lanes, weights: DeviceWeights, store: TierStore) -> None:
         self._lanes, self._weights, self._store = lanes, weights, store

@@ -53,11 +53,7 @@ class Held:
 
 
 class GradientSource:
-    """A held gradient as a handle reads and writes it (``runtime.offloaded_tensor.Source``).
-
-    Args:
-        wait: Waits until a block's gradients are in host memory, and no update is reading them.
-    """
+    """A held gradient as a handle reads and writes it (``runtime.offloaded_tensor.Source``)."""
 
     def __init__(self, held: Held, wait: Callable[[Block], None]) -> None:
         self.held, self._wait = held, wait

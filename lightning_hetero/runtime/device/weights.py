@@ -229,7 +229,7 @@ class DeviceWeights:
             raise OffloadedAccessError(absent(part, 0, self._lanes.device))
         return _flat(part, copy.memory)
 
-    # ---- handles (``runtime.tensor_sources.DeviceCopies``) --------------------------------------
+    # ---- handles (``runtime.tensor_sources``) ---------------------------------------------------
 
     def newest(self, part: Part, index: int) -> Tensor | None:
         """A fresh CPU tensor with a parameter's weights if the device's are newer; or ``None``."""

@@ -113,12 +113,7 @@ class EmulatedDevice:
 
 
 class EmulatedLanes(Lanes):
-    """Lanes of an emulated device; see [Note: Emulated time] and [Note: Hazards].
-
-    Args:
-        poison: Fill memory with NaN when it is taken and when it is given back, and show hazards
-            of copies (tests).
-    """
+    """Lanes of an emulated device; see [Note: Emulated time] and, for poison, [Note: Hazards]."""
 
     def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
         host = torch.device("cpu")
@@ -233,13 +228,7 @@ class EmulatedLanes(Lanes):
 
 
 class _Link:
-    """The time that the ops of one lane take.
-
-    Args:
-        bytes_per_s: Bandwidth; ``None``: no limit.
-        latency_s: Additional time of an op that moves bytes.
-        sleep: Sleeps for this many seconds.
-    """
+    """The time that the ops of one lane take; ``latency_s`` is added to that of moved bytes."""
 
     def __init__(self, bytes_per_s: float | None, latency_s: float, sleep: Callable[[float], object]) -> None:
         self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s

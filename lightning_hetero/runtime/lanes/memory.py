@@ -35,11 +35,6 @@ class DeviceArena:
     device with streams both happen in the order of the current stream (see [Note: Streams]): a
     subclass marks the moment that memory is given back (:meth:`_given`), and the stream of the next
     taker waits for it (:meth:`_wait`).
-
-    Args:
-        capacity_bytes: Its size; at least 0.
-        device: Where the buffer is.
-        poison: Fill memory with NaN (tests).
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:

@@ -87,17 +87,11 @@ class Lanes:
 
     One thread at a time submits and computes; the other methods are thread-safe. Nothing runs after
     :meth:`close`, which has to be called whatever happens.
-
-    Args:
-        device: The torch device of parameters and activations.
-        poison: Fill host buffers with NaN (tests).
-
-    Attributes:
-        device_type: The type that tensors on the device report.
     """
 
     def __init__(self, device: torch.device, memory: DeviceArena, *, poison: bool) -> None:
-        self.device, self.device_type = device, device.type
+        self.device = device  # of parameters and activations
+        self.device_type = device.type  # that tensors there report
         self.timed = False  # events know their times on streams too, which costs something; may be set between two ops
         self.observer: Callable[[OpEvent], None] | None = None  # called with every op as it is submitted
         # Inside ``run``: tickets of earlier ops. The engine waits for them, the lane has not.
@@ -318,9 +312,7 @@ class Lanes:
 class InlineLanes(Lanes):
     """Runs ops when they are submitted; nothing overlaps but what the native engine does.
 
-    Args:
-        memory_bytes: Memory that ops may take, as if the device had its own; 0 for the host.
-        poison: Fill memory with NaN when it is taken and when it is given back (tests).
+    Ops may take ``memory_bytes``, as if the device had memory of its own; 0 for the host.
     """
 
     def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:

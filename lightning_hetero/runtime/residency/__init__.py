@@ -25,10 +25,11 @@ from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.runtime.residency.host_weights import HostWeights
-from lightning_hetero.runtime.tensor_sources import DeviceCopies, WeightSource
+from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
@@ -54,7 +55,7 @@ class Residency(ABC):
 
     @property
     @abstractmethod
-    def copies(self) -> DeviceCopies | None:
+    def copies(self) -> DeviceWeights | None:
         """The weights on a device with memory of its own; ``None`` if the device is the host."""
 
     @abstractmethod
@@ -217,11 +218,7 @@ class Access:
 
 
 class Parameters:
-    """Makes parameters handles, and ordinary tensors again.
-
-    Args:
-        casts: 16-bit casts of weights that leave memory between uses.
-    """
+    """Makes parameters handles, and ordinary tensors again."""
 
     def __init__(self, owner: Residency, blocks: Iterable[Block], store: TierStore, casts: WeightCasts) -> None:
         self.owner, self.store, self.casts = owner, store, casts
