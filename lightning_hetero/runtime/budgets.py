@@ -19,12 +19,7 @@ from lightning_hetero.store.capacity import available_memory_bytes, resident_byt
 
 
 class Budgets:
-    """One model, and the memory that it uses.
-
-    Args:
-        content: Weights in files for parameters on the meta device.
-        built: The model's construction, if part of it is in a file.
-    """
+    """One model, and the memory that it uses; ``content`` and ``built`` are for ModelSetup."""
 
     def __init__(
         self, root: nn.Module, options: SessionOptions, content: Content | None, built: Construction | None = None

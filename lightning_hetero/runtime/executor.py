@@ -325,10 +325,10 @@ class Executor:
             self.device.gradients.expose()  # gradients that stay, and those of another optimizer
         self.updater.begin_step()
         self.recorder.end_step()
-        if self.batch.serial or (self.updater.waits and self.device is not None):
+        if self.batch.serial or (self.updater.rules.waits and self.device is not None):
             self.lanes.drain()
             self.store.files.wait_for_commit()
-        elif self.updater.waits:
+        elif self.updater.rules.waits:
             self._wait_updates()
 
     def _update_rest(self, binding: OptimizerBinding) -> None:

@@ -46,11 +46,6 @@ class OptimizerBinding:
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Waits for updates under way, before code reads state or zeroes gradients in place.
         on_load: Called before state is loaded: parameters may have joined the optimizer.
-
-    Attributes:
-        capability: The rule that the optimizer allows wherever its state lives.
-        rule: The rule of the plan. Without a disk an optimizer that could run part by part runs
-            whole.
     """
 
     def __init__(
@@ -63,11 +58,12 @@ class OptimizerBinding:
     ) -> None:
         blockwise.check_supported(optimizer)
         self.optimizer = optimizer
+        # The rule that the optimizer allows wherever its state lives.
         if adam.supports(optimizer):
             self.capability = Rule.NATIVE
         else:
             self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
-        self.rule = self.capability
+        self.rule = self.capability  # of the plan; without a disk one that could run part by part runs whole
         self._on_step, self._on_read, self._on_load = on_step, on_read, on_load
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False

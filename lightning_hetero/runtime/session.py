@@ -177,7 +177,7 @@ class Session(Budgets):
 
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
         lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
-        side = side_of(self.options.device, lanes, store, placement.rules)
+        side = side_of(self.options.device, lanes, store)
         updater = Updater(store, side)
         self.steps.begin(store, updater.blobs, self._layout if self._resumes else None)
         updater.own(self.bindings)
@@ -250,7 +250,7 @@ class Session(Budgets):
     def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
         """Installs a plan, as a fit begins and when the plan changes; returns the run under it."""
         rules = placement.rules
-        run.updater.configure(clip_value=rules.clip_value, keep_gradients=rules.keep_gradients, waits=rules.waits)
+        run.updater.rules = rules
         if run.side is not None:
             run.side.gradients.norm_type = 2.0 if rules.norms else None
         run.heap.counted_bytes = placement.activation_bytes

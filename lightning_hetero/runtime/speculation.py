@@ -66,15 +66,12 @@ class Speculation:
     Contract: one thread calls; only :meth:`run` is called on a lane. First :meth:`begin`; during
     backward :meth:`trial` and :meth:`submitted` for blocks that :meth:`may_try` allows; then the
     verdict: :meth:`keep`, or :meth:`discard` and :meth:`again`, or :meth:`skip`.
-
-    Attributes:
-        enabled: Only the verdict delays updates.
-        trying: The step under way speculates.
-        discarded: The verdict on it was to discard.
     """
 
     def __init__(self, store: TierStore, turn: AbstractContextManager[bool | None]) -> None:
-        self.enabled = self.trying = self.discarded = False
+        self.enabled = False  # only the verdict delays updates
+        self.trying = False  # the step under way speculates
+        self.discarded = False  # the verdict on it was to discard
         self.worth = Worth()  # chooses whether a step speculates
         self._store, self._turn = store, turn
         self._scaling: _Scaling | None = None

@@ -15,6 +15,7 @@ from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import writes_of
@@ -48,33 +49,15 @@ class DueUpdate:
 
 
 class Updater:
-    """Updates parts for the bound optimizers.
-
-    Attributes:
-        verdict: The optimizer whose ``step`` is under way; ``None`` during forward and backward.
-        scale: Gradients are multiplied by it first.
-        waits: ``optimizer.step()`` waits for the updates: manual optimization may change gradients
-            right after it.
-    """
+    """Updates parts for the bound optimizers."""
 
     def __init__(self, store: TierStore, device: DeviceSide | None = None) -> None:
         self.store, self.device = store, device
         self.blobs = StateBlobs(store)  # state that only an optimizer's own code knows
+        self.rules = StepRules()  # how gradients are used, from one step to another
         self.owners: dict[int, OptimizerBinding] = {}  # the optimizer of each parameter, by the parameter's ``id``
         self._updated: set[int] = set()  # parameters that this step has already updated
         self.begin_step()
-        self.configure(clip_value=None, keep_gradients=False, waits=False)
-
-    def configure(self, *, clip_value: float | None, keep_gradients: bool, waits: bool) -> None:
-        """Sets how gradients are used, between steps.
-
-        Args:
-            clip_value: Updates during backward clamp gradients to ``[-clip_value, clip_value]``.
-            keep_gradients: ``param.grad`` stays after the update, as in plain Lightning. Otherwise
-                it is freed.
-            waits: See :attr:`waits`.
-        """
-        self._clip_value, self._keep_gradients, self.waits = clip_value, keep_gradients, waits
 
     def move_state(self, part: Part) -> None:
         """Moves state that the engine does not know to the plan's tier: memory or a blob."""
@@ -94,13 +77,13 @@ class Updater:
 
     def begin_step(self) -> None:
         """Begins a step. Hyper-parameters may have changed since the last one."""
-        self.verdict: OptimizerBinding | None = None
-        self.scale = 1.0
+        self.verdict: OptimizerBinding | None = None  # the optimizer whose ``step`` is under way
+        self.scale = 1.0  # gradients are multiplied by it first
         self._groups: dict[int, dict[str, object]] = {}
         self._updated = set()
 
     def begin_verdict(self, binding: OptimizerBinding, scale: float) -> None:
-        """``binding.step`` is under way; gradients are multiplied by ``scale`` first."""
+        """The verdict is known: updates follow, of gradients that are multiplied by ``scale``."""
         self.verdict, self.scale = binding, scale
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
@@ -156,7 +139,7 @@ class Updater:
     def _due_part(self, part: Part, indices: list[int], binding: OptimizerBinding) -> DuePart:
         params = [part.params[i] for i in indices]
         self._updated.update(map(id, params))
-        claim = None if self.device is None else self.device.gradients.claim(params, keep=self._keep_gradients)
+        claim = None if self.device is None else self.device.gradients.claim(params, keep=self.rules.keep_gradients)
         numbers: list[Hyper] = []
         if binding.rule is Rule.NATIVE:
             groups = self._groups_of(binding)
@@ -188,7 +171,7 @@ class Updater:
                 tickets.append(self._update_native(one, grads, due.scale, priority, after, speculative=speculative))
             if one.claim is not None:
                 one.claim.used(tickets[-1] if tickets else None)
-            if not self._keep_gradients and (self.device is None or on_device):
+            if not self.rules.keep_gradients and (self.device is None or on_device):
                 for i in one.indices:
                     one.part.params[i].grad = None
         return tickets
@@ -197,7 +180,7 @@ class Updater:
         """The same update once more, with another scale."""
         if self.device is None:
             return replace(due, scale=scale)
-        gradients, keep = self.device.gradients, self._keep_gradients
+        gradients, keep = self.device.gradients, self.rules.keep_gradients
         parts = [replace(p, claim=gradients.claim([p.part.params[i] for i in p.indices], keep=keep)) for p in due.parts]
         return replace(due, scale=scale, parts=parts)
 
@@ -233,9 +216,9 @@ class Updater:
                 copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device)
                 param.grad = grad = copy.copy_(grad)
             grads.append(grad.detach())
-        if self._clip_value is not None and clip:  # Source: torch.nn.utils.clip_grad_value_
-            torch._foreach_clamp_min_(grads, -self._clip_value)
-            torch._foreach_clamp_max_(grads, self._clip_value)
+        if clip and (limit := self.rules.clip_value) is not None:  # Source: torch.nn.utils.clip_grad_value_
+            torch._foreach_clamp_min_(grads, -limit)
+            torch._foreach_clamp_max_(grads, limit)
         return grads
 
     def _update_native(

@@ -160,7 +160,6 @@ class HeteroOffload(_Base):
             Choices(
                 options=options,
                 autoplan=autoplan,
-                device=device,
                 weights=checked.sources(weights),
                 verify=checked.steps("verify", verify),
                 link_checkpoints=checked.flag("link_checkpoints", link_checkpoints),

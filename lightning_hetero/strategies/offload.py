@@ -20,7 +20,6 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes import Device, EmulatedDevice
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
@@ -53,7 +52,6 @@ class Choices:
 
     options: SessionOptions
     autoplan: Autoplan | None = None  # makes the plan during training; ``None`` if the user gave a plan
-    device: EmulatedDevice | None = None  # an emulated device
     weights: Weights | None = None  # files with the model's initial weights
     verify: int = 0  # the number of steps that are computed twice
     link_checkpoints: bool = False  # checkpoints are links to the store
@@ -65,10 +63,6 @@ class OffloadRun:
     Args:
         strategy: Lightning's strategy, whose methods call those of this object.
         peers: The other ranks of a group.
-
-    Attributes:
-        choices: As given, or as a group has chosen for this rank.
-        options: Options of the session, as device and user have changed them since.
     """
 
     def __init__(self, strategy: Strategy, choices: Choices, peers: Peers | None = None) -> None:
@@ -89,7 +83,8 @@ class OffloadRun:
 
     def choose(self, choices: Choices) -> None:
         """Says how this process trains, before :meth:`setup`."""
-        self.choices, self.options = choices, choices.options
+        self.choices = choices
+        self.options = choices.options  # of the session; device and user change them
 
     @property
     def autoplan(self) -> Autoplan | None:
@@ -122,7 +117,7 @@ class OffloadRun:
         Raises:
             ConfigError: The user also asked for an emulated device.
         """
-        lanes: Device | None = self.choices.device
+        lanes = self.choices.options.device
         if device.type != "cpu":
             if lanes is not None:
                 raise ConfigError(

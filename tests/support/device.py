@@ -17,6 +17,7 @@ from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, Lanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
+from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.live.blocks import Block, Part, bind
 from lightning_hetero.store.live.engine_options import EngineOptions
@@ -107,7 +108,7 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
         binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_load=_nothing)
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))
         updater = Updater(store)
-        updater.configure(**{"clip_value": None, "keep_gradients": False, "waits": False, **rules})
+        updater.rules = StepRules(**rules)
         updater.own([binding])
         yield World(root, blocks, store, binding, updater)
         binding.unbind(read=False)

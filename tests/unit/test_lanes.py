@@ -411,7 +411,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
         num_slots=2, chunk_elements=numel,
     )  # fmt: skip
     with (
-        _native.DeviceArena(4 * numel) as arena,
+        _native.Arena(4 * numel) as arena,
         _native.Store(
             tmp_path, uuid=bytes(16), create=True, direct_io=False, durability=1, verify_digests=True, num_blocks=1, user_bytes=0
         ) as store,

@@ -50,16 +50,7 @@ class Layout(NamedTuple):
 
 
 class SavedTensor:
-    """One saved tensor, wherever its bytes are. Autograd holds it.
-
-    Attributes:
-        recompute: Brings back what the forward that saved it, and that it keeps alive, has dropped;
-            ``None`` for an argument of a forward.
-        name: The name of that forward or argument, for errors.
-        number: Its place among the tensors that the forward has saved.
-        layout: How it lies in its storage.
-        home: Its storage, if that may leave the device.
-    """
+    """One saved tensor, wherever its bytes are. Autograd holds it."""
 
     __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "recompute", "tensor", "version")
 
@@ -73,7 +64,11 @@ class SavedTensor:
         dropped: bool,
         home: SavedStorage | None = None,
     ) -> None:
-        self.recompute, self.name, self.number, self.layout, self.home = recompute, name, number, Layout.of(tensor), home
+        self.recompute = recompute  # of the forward that saved it; ``None`` for an argument of a forward
+        self.name = name  # of that forward or argument, for errors
+        self.number = number  # its place among the tensors that the forward has saved
+        self.layout = Layout.of(tensor)  # how it lies in its storage
+        self.home = home  # its storage, if that may leave the device
         self.tensor = None if dropped else tensor  # ``None`` while it is away
         self.version = tensor._version  # the version counter of ``tensor`` when it was saved
         # The autograd node that made it, to tell whether a recomputation met the same tensor; empty

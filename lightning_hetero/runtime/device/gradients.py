@@ -37,15 +37,10 @@ _Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients o
 
 
 class HostGradients:
-    """The gradients of one model in host memory.
-
-    Args:
-        norm_type: Order of the norms that the device computes as gradients leave it; ``None``: it
-            computes none.
-    """
+    """The gradients of one model in host memory."""
 
     def __init__(self, lanes: Lanes, *, norm_type: float | None = None) -> None:
-        self.norm_type = norm_type
+        self.norm_type = norm_type  # order of the norms that the device computes as gradients leave it, if any
         self.pool = Pool(lanes.host_buffer)
         self._lanes = lanes
         self._held: dict[int, Held] = {}  # by the parameter's id

@@ -9,7 +9,6 @@ from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
-from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.store.live.tier_store import TierStore
 
 
@@ -44,10 +43,9 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
     )  # fmt: skip
 
 
-def side_of(device: Device | None, lanes: Lanes, store: TierStore, rules: StepRules) -> DeviceSide | None:
+def side_of(device: Device | None, lanes: Lanes, store: TierStore) -> DeviceSide | None:
     """What the runtime keeps on a device with memory of its own; ``None`` for the host."""
     if device is None:
         return None
     weights = DeviceWeights(lanes)
-    gradients = HostGradients(lanes, norm_type=2.0 if rules.norms else None)
-    return DeviceSide(weights=weights, gradients=gradients, updates=DeviceUpdates(lanes, weights, store))
+    return DeviceSide(weights=weights, gradients=HostGradients(lanes), updates=DeviceUpdates(lanes, weights, store))

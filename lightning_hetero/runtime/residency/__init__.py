@@ -45,6 +45,7 @@ class Residency(ABC):
     """
 
     def __init__(self, context: RunContext, casts: WeightCasts) -> None:
+        self._context = context
         self._blocks, self._store = context.run.blocks, context.run.store
         self.casts = casts  # 16-bit casts of weights that leave memory between uses
         self.parameters = Parameters(self, self._blocks, self._store, casts)
@@ -144,6 +145,7 @@ class Residency(ABC):
 
     def install(self, context: RunContext) -> None:
         """Continues with another plan; blocks on host and disk are where it wants them."""
+        self._context = context
         self.weights.install(context)
 
     def move_in(self) -> None:

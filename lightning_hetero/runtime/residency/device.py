@@ -32,7 +32,6 @@ class DeviceResidency(Residency):
         self._in_batch = self._evaluates = False
         # Blocks of which the host has weights and state until MIRROR ends.
         self._lent: dict[int, tuple[list[Part], list[Part]]] = {}
-        self._cache_bytes = context.placement.device_cache_bytes
 
     @property
     def copies(self) -> DeviceWeights:
@@ -75,11 +74,11 @@ class DeviceResidency(Residency):
             resident = frozenset(b.index for b in self.weights.held())
             current = [b for b in self._blocks if copies.holds(b) and not copies.is_outdated(b)]
             device = frozenset(b.index for b in current if self._comes_from_below(b))
-        return resident, DeviceRoom(resident=device, capacity_bytes=self._cache_bytes)
+        return resident, DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
 
     def room_before(self, schedule: Schedule) -> DeviceRoom:
         """Room and content as the schedule began."""
-        return DeviceRoom(resident=schedule.device_before, capacity_bytes=self._cache_bytes)
+        return DeviceRoom(resident=schedule.device_before, capacity_bytes=self._context.placement.device_cache_bytes)
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Handles become ordinary parameters as their block is used."""
@@ -194,11 +193,6 @@ class DeviceResidency(Residency):
             copies.bind(block)
 
     # ---- begin and end ---------------------------------------------------------------------------
-
-    def install(self, context: RunContext) -> None:
-        """Continues with another plan."""
-        super().install(context)
-        self._cache_bytes = context.placement.device_cache_bytes
 
     def move_in(self) -> None:
         """Moves to the device the blocks that live there; see :class:`Residency`."""
