@@ -93,7 +93,7 @@ class Addresses(ParameterAddresses):
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__(
-            (inner_name(name, block.name), param)
+            (inner_name(name, block.module_name), param)
             for block in blocks
             for part in block.parts
             for name, param in zip(part.names, part.params, strict=True)
@@ -113,12 +113,12 @@ class BoundAddresses:
     def first(self, tensors: Iterable[Tensor]) -> str:
         """The name of the parameter that has the first such tensor; empty if there is none."""
         found = next(filter(None, map(self._weights.reference, tensors)), None)
-        return "" if found is None else inner_name(found.part.names[found.index], found.part.block.name)
+        return "" if found is None else inner_name(found.part.names[found.index], found.part.block.module_name)
 
 
-def inner_name(name: str, block: str) -> str:
-    """A parameter's name inside its block: ``"attn.weight"`` for ``"layers.3.attn.weight"``."""
-    return name.removeprefix(f"{block}.")
+def inner_name(name: str, module: str) -> str:
+    """A parameter's name inside its module: ``"attn.weight"`` for ``"layers.3.attn.weight"``."""
+    return name.removeprefix(f"{module}.")
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here

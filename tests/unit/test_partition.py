@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, matches
+from lightning_hetero.profiling.operators import Addresses, BoundAddresses
+from lightning_hetero.runtime.device.references import BoundWeights
 from lightning_hetero.store.live.blocks import bind, modules_of, parts_of
 from lightning_hetero.store.partition import partition
+from lightning_hetero.store.raw_memory import tensor_at
 
 
 class Layer(nn.Module):
@@ -97,6 +100,18 @@ def test_records_have_parts_in_the_order_of_registration() -> None:
         "layers.0.down", "layers.0.last", "layers.0.base.weight",
         "layers.1.down", "layers.1.last", "layers.1.base.weight",
     ]  # fmt: skip
+
+
+def test_operators_are_named_inside_the_module() -> None:
+    """As the runtime names them, so that a plan's rules for operators apply."""
+    net = Net()
+    blocks = bind(net, partition(net))
+    bound: Any = BoundWeights(torch.device("cpu"), lambda part, index: torch.empty(0))
+    for part in parts_of(blocks):
+        bound.add(part, tensor_at(part.arena, part.arena.address, part.num_elements * part.dtype.itemsize, torch.uint8))
+    for addresses in (Addresses(blocks), BoundAddresses(bound)):
+        found = [addresses.first([param]) for param in net.layers[1].parameters()]
+        assert found == ["down", "up", "base.weight", "base.bias"]
 
 
 # ---- rules of plans -----------------------------------------------------------------------------

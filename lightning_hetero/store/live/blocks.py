@@ -221,8 +221,13 @@ class Block:
 
     @property
     def name(self) -> str:
-        """The block's module name."""
+        """The block's name: that of its module, or of the module's trained part."""
         return self.spec.name
+
+    @property
+    def module_name(self) -> str:
+        """The name of the module whose parameters it has, alone or with its other half."""
+        return self.name if self.rest is None else self.rest.name
 
     @property
     def weights_on_disk(self) -> bool:
