@@ -452,6 +452,8 @@ class Session(Budgets):
         """
         self._check_process()
         if self.executor is not None:
+            for binding in self.bindings:  # the record has the groups that the batch's last hook has added
+                self._promote(binding)
             self.steps.keep(self.executor, state, last=last)
 
     def await_record(self) -> None:

@@ -69,6 +69,18 @@ class ByHand(pl.Callback):
             params += pl_module.model.blocks[1].parameters()
 
 
+class AsBatchEnds(pl.Callback):
+    """A group of frozen parameters joins in the last hook of a batch, so that its step is kept with that group."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.model.blocks.requires_grad_(False).eval()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step in (4, 6):
+            block = pl_module.model.blocks[trainer.global_step // 2 - 2].requires_grad_(True).train()
+            trainer.optimizers[0].add_param_group({"params": list(block.parameters()), "lr": 1e-3})
+
+
 def fit(
     root: Path,
     strategy: Any,
@@ -107,8 +119,11 @@ DEVICE_RESIDENT = partial(on_device, "resident")
         (Unfreezing, BF16, ("host", "disk"), (7,)),
         (Unfreezing, ADAMW, (on_device, DEVICE_RESIDENT, "disk"), (4, 8)),
         (ByHand, ADAMW, ("disk", "host"), (5,)),
+        (AsBatchEnds, ADAMW, ("disk", "host", MIXED), (4, 6)),
+        (AsBatchEnds, SGD, ("host", "disk"), (4,)),
+        (AsBatchEnds, ADAMW, (DEVICE_RESIDENT, on_device, "disk"), (4, 6)),
     ],
-    ids=["backbone", "scheduled", "twice", "sgd", "bf16", "devices", "by-hand"],
+    ids=["backbone", "scheduled", "twice", "sgd", "bf16", "devices", "by-hand", "ends", "ends-sgd", "ends-devices"],
 )  # fmt: skip
 def test_it_continues_where_layers_had_been_unfrozen(
     make: Callable[[], pl.Callback], recipe: Recipe, plans: tuple[Any, ...], stops: tuple[int, ...], tmp_path: Path
