@@ -237,7 +237,7 @@ def small_device(args: argparse.Namespace, name: str, machine: HardwareProfile) 
     layer_bytes = 4 * batch * length * size.width * _SAVED  # of fp32
     needed = 0
     try:
-        train(args, name, HeteroOffloadStrategy("host", device=EmulatedDevice(memory=1)), Batches(), max_steps=1)
+        train(args, name, HeteroOffloadStrategy("host", device=EmulatedDevice(memory="1B")), Batches(), max_steps=1)
     except OutOfMemoryBudgetError as refusal:
         needed = refusal.needed_bytes
     logits_bytes = 3 * 4 * batch * length * size.vocabulary  # they, their logarithms and their gradient
