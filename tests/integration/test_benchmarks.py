@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import prediction
 import pytest
 from larger_than_ram import check_space
 from scratch import Log
+from support.machines import HARDWARE
 from support.scripts import output_of, result_of
 
 import lightning_hetero
@@ -144,6 +147,14 @@ def test_prediction_continues_with_what_was_measured_under_the_same_settings(tmp
         ("wide", "host"): {"error": 0.2},
     }
     assert Log(file, {"rounds": 4, "sizes": (1, 2)}).results == {("wide", "host"): {"error": 0.3}}
+
+
+def test_prediction_measures_a_device_whose_first_batch_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prediction.MODELS, "tiny", (prediction.Size(layers=4, width=64, heads=2, vocabulary=128), 2, 32))
+    settings = argparse.Namespace(rounds=1, steps=1, dir=tmp_path, directory=tmp_path)
+    found = prediction.small_device(settings, "tiny", HARDWARE)
+    assert found["begun_again"] >= 1
+    assert found["predicted_bytes"] <= found["device_bytes"]
 
 
 def test_ablation_simulates_and_measures_the_same_variants(tmp_path: Path) -> None:
