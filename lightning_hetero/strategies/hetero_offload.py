@@ -88,6 +88,9 @@ class HeteroOffload(_Base):
             micro-benchmarks, which run once per machine.
         replan_drift: Relative change in batch size, budget or step time that triggers a new plan;
             ``None``: no change does.
+        chunked_head: Causal language models of transformers compute head and loss in chunks,
+            without the logits of a whole batch. Losses differ by roundings from those of the
+            unchunked head, and are the same under every plan.
         trace: Record events; see :attr:`trace`.
     """
 
@@ -117,6 +120,7 @@ class HeteroOffload(_Base):
         link_checkpoints: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
         replan_drift: float | None = checked.REPLAN_DRIFT,
+        chunked_head: bool = False,
         trace: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -163,6 +167,7 @@ class HeteroOffload(_Base):
                 weights=checked.sources(weights),
                 verify=checked.steps("verify", verify),
                 link_checkpoints=checked.flag("link_checkpoints", link_checkpoints),
+                chunked_head=checked.flag("chunked_head", chunked_head),
             ),
         )
 

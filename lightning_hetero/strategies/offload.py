@@ -18,6 +18,7 @@ from lightning_hetero.convert.importing import ModelWeights, Weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
+from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -55,6 +56,7 @@ class Choices:
     weights: Weights | None = None  # files with the model's initial weights
     verify: int = 0  # the number of steps that are computed twice
     link_checkpoints: bool = False  # checkpoints are links to the store
+    chunked_head: bool = False  # language models compute head and loss in chunks
 
 
 class OffloadRun:
@@ -73,6 +75,7 @@ class OffloadRun:
         self._retry: StepRetry | None = None
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
+        self._heads: ChunkedCausalLMs | None = None  # from setup to teardown
         self._callback: callbacks.PlanningCallback | None = None  # of the current or the last fit
         self._imported: weakref.ref[nn.Module] | None = None  # the model that got its weights from files
         self._last_plan: Plan | None = None
@@ -170,6 +173,8 @@ class OffloadRun:
             session.start(None, StepRules(), default_root=local_root(trainer))
             self._placed(session)
         self.checkpoints.load_waiting()
+        if self.choices.chunked_head and self._heads is None:
+            self._heads = ChunkedCausalLMs(self.module)
 
     def _open(self, resumed: State | None, *, fits: bool) -> Session:
         """The session of the last fit, if it keeps the model on disk, or a new one."""
@@ -327,6 +332,9 @@ class OffloadRun:
     def teardown(self) -> None:
         """Gives the model back, or leaves it on disk if it does not fit memory."""
         self._last_plan = self.plan
+        if self._heads is not None:
+            self._heads.remove()
+            self._heads = None
         self.checkpoints.end()
         if self.training is not None:
             self.training.close()
