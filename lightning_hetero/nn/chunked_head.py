@@ -72,7 +72,7 @@ def chunked_cross_entropy(
         bias = None if bias is None else bias.to(dtype)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     with torch.autocast(device, enabled=False):
-        total: Tensor = _ChunkedLoss.apply(rows, weight, bias, flat, ignore_index)
+        total: Tensor = _ChunkedLoss.apply(rows, weight, bias, flat, ignore_index)  # type: ignore[no-untyped-call]
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
 
 
