@@ -248,6 +248,7 @@ def model_profile(
     state_itemsize = 8 if compute_itemsize == 4 else 12
     rows = []
     for index, block in enumerate(model.blocks):
+        own = block.weight_bytes != block.num_params * compute_itemsize  # of another dtype, such as quantized ones
         rows.append(
             BlockProfile(
                 name=block.name,
@@ -263,6 +264,9 @@ def model_profile(
                 operators=memory.operators(index),
                 backward=backward[index],
                 pinned=block.pinned,
+                weight_bytes=block.weight_bytes * own,
+                gradient_bytes=block.gradient_bytes * own,
+                state_bytes=block.state_bytes * own,
             )
         )
     return ModelProfile(

@@ -405,6 +405,21 @@ def test_seconds_are_medians_of_the_timed_batches_scaled_to_the_recorded_one(tok
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
+def test_blocks_of_another_dtype_have_their_own_bytes() -> None:
+    """Frozen weights in one byte each, and fp32 adapters, in a model that computes in 16 bit."""
+    none = {"num_trainable_params": 0, "gradient_bytes": 0, "state_bytes": 0}
+    blocks = (
+        BlockShape(name="quantized", num_params=128, weight_bytes=128, **none),
+        BlockShape(name="adapters", num_params=64, num_trainable_params=60, weight_bytes=256, gradient_bytes=240, state_bytes=512),
+        BlockShape(name="half", num_params=64, num_trainable_params=60, weight_bytes=128, gradient_bytes=120, state_bytes=768),
+    )
+    observed = timed(len(blocks), [1.0], 5)
+    observed = replace(observed, live_bytes=(0,), saved_live_bytes=(0,))
+    profile = model_profile(ModelShape(name="net", blocks=blocks), observed, compute_itemsize=2, constant_host_bytes=0)
+    assert [(b.weight_bytes, b.gradient_bytes, b.state_bytes) for b in profile.blocks] == [(128, 0, 0), (256, 240, 512), (0, 0, 0)]
+    assert [profile.weight_bytes(b) for b in profile.blocks] == [128, 256, 128]
+
+
 def test_malloc_is_believed_where_operators_show_far_less() -> None:
     begin = Mark(seconds=0.0, heap_bytes=0)
     recorded = Observed(
