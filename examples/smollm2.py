@@ -98,8 +98,10 @@ class SmolLM2(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
     @torch.inference_mode()
-    def complete(self, prompt: str, max_new_tokens: int = 40) -> str:
-        """`prompt` and its most likely continuation."""
+    def complete(self, prompt: str, max_new_tokens: int | None = None) -> str:
+        """`prompt` and its most likely continuation: by default 40 tokens, of a random model 4."""
+        if max_new_tokens is None:
+            max_new_tokens = 4 if self.hparams["size"] == "tiny" else 40
         inputs = self.tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(self.model.device)
         tokens = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return self.tokenizer.decode(tokens[0], skip_special_tokens=True)
