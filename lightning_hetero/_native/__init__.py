@@ -25,8 +25,8 @@ from lightning_hetero._native.kernels import (
     move_like_adam,
     sum_of_squares,
 )
-from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path
-from lightning_hetero._native.store import Arena, NativePart, Patch, Store
+from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path, reads_in_place
+from lightning_hetero._native.store import Arena, InPlacePart, NativePart, Patch, Run, RunFile, Store
 
 __all__ = [
     "ABI_VERSION",
@@ -43,10 +43,13 @@ __all__ = [
     "Engine",
     "EngineStats",
     "Hyper",
+    "InPlacePart",
     "Isa",
     "NativePart",
     "PartGeometry",
     "Patch",
+    "Run",
+    "RunFile",
     "Segment",
     "Store",
     "Ticket",
@@ -58,5 +61,6 @@ __all__ = [
     "isa",
     "library_path",
     "move_like_adam",
+    "reads_in_place",
     "sum_of_squares",
 ]

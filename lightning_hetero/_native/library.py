@@ -108,6 +108,18 @@ class CPatch(ctypes.Structure):
     _fields_ = (("offset", c_int64), ("numel", c_int64), ("data", c_void_p), ("array", c_int32))
 
 
+class CRunFile(ctypes.Structure):
+    """``hetero_run_file``."""
+
+    _fields_ = (("path", c_char_p), ("bytes", c_int64), ("mtime_ns", c_int64))
+
+
+class CRun(ctypes.Structure):
+    """``hetero_run``."""
+
+    _fields_ = (("offset", c_int64), ("file_offset", c_int64), ("bytes", c_int64), ("file", c_int32))
+
+
 class CTimes(ctypes.Structure):
     """``hetero_times``."""
 
@@ -155,6 +167,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "store_close": (_I32, (_PTR,)),
     "store_recover": (_I64, (_PTR, POINTER(_I64), _PTR, _I64)),
     "block_open": (_PTR, (_PTR, POINTER(CBlockGeometry), _PTR)),
+    "block_open_runs": (_PTR, (POINTER(CBlockGeometry), _PTR, POINTER(CRunFile), _I32, POINTER(CRun), _I32, _I32)),
     "block_close": (_I32, (_PTR,)),
     "block_discard": (_I32, (_PTR,)),
     "block_retire": (_I32, (_PTR,)),
@@ -170,6 +183,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "engine_resize_staging": (_I32, (_PTR, _I64)),
     "engine_error": (_I32, (_PTR,)),
     "engine_get_stats": (_I32, (_PTR, POINTER(CStats))),
+    "engine_bytes_beyond": (_I64, (_PTR,)),
     "submit_fetch": (_I64, (_PTR, _PTR, _TASK)),
     "submit_release": (_I64, (_PTR, _PTR, _TASK)),
     "open_update": (_I64, (_PTR, _PTR, _I32, _TASK)),
@@ -186,6 +200,9 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "release_ticket": (_I32, (_PTR, _I64)),
     "ticket_times": (_I32, (_PTR, _I64, POINTER(CTimes))),
 }
+
+# A library of the same version may lack these if it was built before they were added.
+_LATER = frozenset({"block_open_runs", "engine_bytes_beyond"})
 
 EPOISONED, ETIMEDOUT = -8, -9
 _ERRORS: dict[int, type[Exception]] = {
@@ -215,12 +232,12 @@ def _load(path: Path) -> dict[str, Any]:
         version = handle.hetero_abi_version()
         if version != ABI_VERSION:
             raise OSError(f"its interface has version {version}, this package needs {ABI_VERSION}")
-        functions = {name: getattr(handle, f"hetero_{name}") for name in _PROTOTYPES}
+        names = [name for name in _PROTOTYPES if name not in _LATER or hasattr(handle, f"hetero_{name}")]
+        functions = {name: getattr(handle, f"hetero_{name}") for name in names}
     except (OSError, AttributeError) as error:
         raise NativeMissingError(f"The native library {path} cannot be used: {error}. {_REMEDY}") from error
-    for name, (result, arguments) in _PROTOTYPES.items():
-        functions[name].restype = result
-        functions[name].argtypes = arguments
+    for name, function in functions.items():
+        function.restype, function.argtypes = _PROTOTYPES[name]
     return functions
 
 
@@ -232,6 +249,11 @@ def functions() -> dict[str, Any]:
         NativeMissingError: no library at ``library_path()``, or one with another interface version.
     """
     return _load(library_path())
+
+
+def reads_in_place() -> bool:
+    """Whether the library can read weights in place, from files of somebody else."""
+    return functions().keys() >= _LATER
 
 
 def failure(code: int) -> Exception:

@@ -13,6 +13,8 @@ from lightning_hetero._native.geometry import PartGeometry
 from lightning_hetero._native.library import (
     DTYPE_BYTES,
     CPatch,
+    CRun,
+    CRunFile,
     CStoreOptions,
     check,
     check_address,
@@ -324,6 +326,61 @@ class NativePart(Handle):
             check_address(f"data of {name}", patch.data, alignment=width)
             out[index] = CPatch(patch.offset, patch.numel, patch.data, patch.array)
         return out
+
+
+class RunFile(NamedTuple):
+    """A file from which weights are read in place: absolute path, size, time of the last change."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+
+class Run(NamedTuple):
+    """Bytes of a file that appear in a part.
+
+    Attributes:
+        offset: First byte in the part.
+        file: Number of the file.
+        start: First byte in the file.
+        num_bytes: How many.
+    """
+
+    offset: int
+    file: int
+    start: int
+    num_bytes: int
+
+
+class InPlacePart(NativePart):
+    """A part whose weights are read in place from files that are never written.
+
+    Args:
+        geometry: Its shape: U8, weights on disk, no state, one slot. Its id means nothing.
+        weights_address: As for :class:`NativePart`.
+        files: The files.
+        runs: What of them it is, sorted by offset; what is between them is zero.
+        direct_io: Bypass the page cache where the file system can.
+
+    Raises:
+        StoreCorruptError: a file is gone, or has another size or time.
+        StoreError: a system call failed.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self, geometry: PartGeometry, weights_address: int, *, files: Sequence[RunFile], runs: Sequence[Run], direct_io: bool
+    ) -> None:
+        self.geometry = geometry
+        self._keep = (None, None)
+        check_address("weights_address", weights_address, alignment=_PAGE)
+        c_files = (CRunFile * len(files))(*(CRunFile(os.fsencode(f.path), f.num_bytes, f.mtime_ns) for f in files))
+        c_runs = (CRun * len(runs))(*(CRun(r.offset, r.start, r.num_bytes, r.file) for r in runs))
+        opened = functions()["block_open_runs"](
+            ctypes.byref(geometry.as_c()), weights_address, c_files, len(files), c_runs, len(runs), bool(direct_io)
+        )
+        Handle.__init__(self, opened, "block_close")
 
 
 def check_run(name: str, offset: int, numel: int, num_elements: int) -> None:

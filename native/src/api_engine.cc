@@ -324,6 +324,11 @@ int32_t hetero_ticket_times(hetero_engine* engine, int64_t ticket, hetero_times*
   }));
 }
 
+int64_t hetero_engine_bytes_beyond(hetero_engine* engine) {
+  const int32_t code = Report(NeedEngine(engine));
+  return code != 0 ? code : FromHandle(engine)->BytesBeyond();
+}
+
 int32_t hetero_engine_get_stats(hetero_engine* engine, hetero_engine_stats* out) {
   return Report(Guarded([&] {
     HETERO_RETURN_IF_ERROR(NeedEngine(engine));

@@ -5,6 +5,7 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "api_engine_handles.h"
 #include "hetero/api.h"
@@ -16,6 +17,7 @@ using hetero::FromHandle;
 using hetero::Guarded;
 using hetero::Layout;
 using hetero::Report;
+using hetero::Runs;
 using hetero::Status;
 using hetero::Store;
 using hetero::ToHandle;
@@ -74,6 +76,20 @@ hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry
     if (geometry == nullptr) return Fail(HETERO_EINVAL, "geometry is null");
     HETERO_RETURN_IF_ERROR(NoCommitPending(FromHandle(store)));
     return Block::Open(FromHandle(store), *geometry, weights, &block);
+  });
+  return Report(status) == 0 ? ToHandle(block.release()) : nullptr;
+}
+
+hetero_block* hetero_block_open_runs(const hetero_block_geometry* geometry, void* weights, const hetero_run_file* files,
+                                     int32_t num_files, const hetero_run* runs, int32_t num_runs, int32_t direct_io) {
+  std::unique_ptr<Block> block;
+  const Status status = Guarded([&] {
+    if (geometry == nullptr) return Fail(HETERO_EINVAL, "geometry is null");
+    Layout layout;
+    HETERO_RETURN_IF_ERROR(Layout::Make(*geometry, &layout));
+    std::unique_ptr<Runs> source;
+    HETERO_RETURN_IF_ERROR(Runs::Open(layout, files, num_files, runs, num_runs, direct_io != 0, &source));
+    return Block::OpenRuns(layout, weights, std::move(source), &block);
   });
   return Report(status) == 0 ? ToHandle(block.release()) : nullptr;
 }

@@ -85,10 +85,10 @@ Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int
                   static_cast<long long>(order.after[i]));
   }
   Task* task = owned.get();
-  if (task->staged() && task->block()->layout().staged_bytes() > staging_.buffer_bytes())
+  if (task->staged() && task->block()->staged_bytes() > staging_.buffer_bytes())
     return Fail(HETERO_EINVAL,
                 "block %d stages chunks of %lld bytes; options.chunk_bytes_max is %lld. Create the engine with a larger one",
-                task->block()->id(), static_cast<long long>(task->block()->layout().staged_bytes()),
+                task->block()->id(), static_cast<long long>(task->block()->staged_bytes()),
                 static_cast<long long>(staging_.buffer_bytes()));
   HETERO_RETURN_IF_ERROR(task->Admit());
   const auto stopped = tasks_.find(task->takes_back());
@@ -249,6 +249,11 @@ hetero_engine_stats Engine::Stats() {
   stats.staging_bytes = staging_.total_bytes();
   stats.staging_in_use_peak_bytes = staging_.peak_bytes();
   return stats;
+}
+
+int64_t Engine::BytesBeyond() {
+  const Lock lock(mutex_);
+  return bytes_beyond_;
 }
 
 Status Engine::ResizeStaging(int64_t bytes) {

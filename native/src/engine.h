@@ -60,6 +60,7 @@ class Engine {
   Status Release(int64_t ticket);
   Status Times(int64_t ticket, hetero_times* out);
   hetero_engine_stats Stats();
+  int64_t BytesBeyond();
   Status ResizeStaging(int64_t bytes);
   Status first_error();
   // The block of an update that waits to be armed, for the validation of segments; ESTATE when the ticket is none.
@@ -125,6 +126,7 @@ class Engine {
   bool stopping_ = false;  // no submits
   bool stop_workers_ = false;
   hetero_engine_stats stats_{};
+  int64_t bytes_beyond_ = 0;
 
   std::unique_ptr<IoBackend> backend_;
   std::vector<std::thread> workers_;

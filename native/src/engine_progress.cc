@@ -148,6 +148,7 @@ void Engine::CompleteTransfer(std::unique_ptr<Transfer> transfer, const Status& 
   if (status.ok() && transfer->kind != IoKind::kDataSync) {
     (read ? task->times.bytes_read : task->times.bytes_written) += transfer->bytes;
     (read ? stats_.bytes_read : stats_.bytes_written) += transfer->bytes;
+    bytes_beyond_ += transfer->beyond;
   }
   if (unit == nullptr) {
     --task->epilogue_transfers;

@@ -21,6 +21,8 @@ RewriteTask::RewriteTask(Block* block, bool weights_from_memory)
       state_staged_(block->layout().state_in_file()) {}
 
 Status RewriteTask::Admit() {
+  if (block()->runs() != nullptr)
+    return Fail(HETERO_EINVAL, "block %d is read in place from files that are never written", block()->id());
   if (block()->speculation != 0)
     return Fail(HETERO_ESTATE, "block %d has an update that awaits its verdict; keep or discard it first", block()->id());
   return Status::Ok();

@@ -42,6 +42,7 @@ struct Transfer : IoRequest {
   Task* task = nullptr;
   Unit* unit = nullptr;  // null: the task's epilogue
   int64_t sequence = 0;
+  int64_t beyond = 0;  // bytes that nobody wants: pages are moved whole
 };
 
 using Transfers = std::vector<std::unique_ptr<Transfer>>;

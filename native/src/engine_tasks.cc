@@ -33,6 +33,14 @@ void AddState(Transfers* transfers, IoKind kind, const Block& block, int32_t slo
   AddTransfer(transfers, kind, block.file(slot), memory, block.layout().StateBytes(chunk), block.layout().StateOffset(chunk));
 }
 
+void AddRuns(Transfers* transfers, const Runs& runs, const RunUnit& unit, uint8_t* staging) {
+  for (const RunSpan& span : unit.spans) {
+    AddTransfer(transfers, IoKind::kRead, runs.file(span.file), staging + span.staged, span.end - span.begin, span.begin);
+    transfers->back()->needed = span.wanted_end - span.begin;
+    transfers->back()->beyond = span.end - span.begin - span.wanted;
+  }
+}
+
 Status CheckStagedState(const Block& block, int64_t chunk, const uint8_t* image) {
   const Rewrite& rewrite = block.newest().rewrite;
   return CheckState(block.layout(), rewrite, chunk, block.checks_digests(), image, block.file(rewrite.slot).path());
@@ -54,6 +62,10 @@ Status FetchTask::Start(int64_t* num_units) {
   *num_units = 0;
   if (!layout.weights_in_file()) return Status::Ok();
   if (!block()->stored()) return NothingStored(*block());
+  if (const Runs* runs = block()->runs()) {
+    *num_units = static_cast<int64_t>(runs->units().size());
+    return runs->CheckUnchanged();
+  }
   check_ = block()->checks_digests() && !block()->newest().weight_digests.empty();
   chunks_per_unit_ = std::max<int64_t>(1, kFetchBytes / layout.WeightsBytes(0));
   *num_units = (layout.num_chunks() + chunks_per_unit_ - 1) / chunks_per_unit_;
@@ -65,6 +77,8 @@ int64_t FetchTask::LastChunk(const Unit& unit) const {
 }
 
 void FetchTask::Reads(Unit* unit, Transfers* transfers) {
+  if (const Runs* runs = block()->runs())
+    return AddRuns(transfers, *runs, runs->units()[static_cast<size_t>(unit->index)], unit->staging);
   const Layout& layout = block()->layout();
   const int64_t first = unit->index * chunks_per_unit_;
   const int64_t last = LastChunk(*unit);
@@ -75,6 +89,17 @@ void FetchTask::Reads(Unit* unit, Transfers* transfers) {
 }
 
 Status FetchTask::Compute(Unit* unit) {
+  if (const Runs* runs = block()->runs()) {
+    for (const RunPiece& piece : runs->units()[static_cast<size_t>(unit->index)].pieces) {
+      uint8_t* out = block()->weights() + piece.offset;
+      if (piece.staged < 0) {
+        memset(out, 0, static_cast<size_t>(piece.bytes));
+      } else {
+        memcpy(out, unit->staging + piece.staged, static_cast<size_t>(piece.bytes));
+      }
+    }
+    return Status::Ok();
+  }
   const Layout& layout = block()->layout();
   for (int64_t chunk = unit->index * chunks_per_unit_; chunk <= LastChunk(*unit); ++chunk) {
     const uint8_t* weights = block()->weights() + layout.ChunkStart(chunk) * layout.weight_bytes_per_element();
@@ -107,6 +132,19 @@ Status ReadTask::Admit() { return staged() && !block()->content_promised ? Nothi
 
 Status ReadTask::Start(int64_t* num_units) {
   if (staged() && !block()->stored()) return NothingStored(*block());
+  if (const Runs* runs = block()->runs()) {
+    const auto wanted = [this](const RunPiece& piece) {
+      return std::any_of(patches_.begin(), patches_.end(), [&piece](const hetero_patch& patch) {
+        return piece.offset < patch.offset + patch.numel && patch.offset < piece.offset + piece.bytes;
+      });
+    };
+    for (size_t i = 0; i < runs->units().size(); ++i) {
+      const std::vector<RunPiece>& pieces = runs->units()[i].pieces;
+      if (std::any_of(pieces.begin(), pieces.end(), wanted)) chunks_.push_back(static_cast<int64_t>(i));
+    }
+    *num_units = static_cast<int64_t>(chunks_.size());
+    return runs->CheckUnchanged();
+  }
   state_is_zero_ = state_from_file_ && !block()->newest().has_state;
   const int64_t chunk_elements = block()->layout().geometry().chunk_elements;
   for (const hetero_patch& patch : patches_) {
@@ -121,13 +159,38 @@ Status ReadTask::Start(int64_t* num_units) {
 
 void ReadTask::Reads(Unit* unit, Transfers* transfers) {
   const int64_t chunk = chunks_[static_cast<size_t>(unit->index)];
+  if (const Runs* runs = block()->runs())
+    return AddRuns(transfers, *runs, runs->units()[static_cast<size_t>(chunk)], unit->staging);
   const int32_t slot = block()->newest().rewrite.slot;
   if (weights_from_file_) AddWeights(transfers, IoKind::kRead, *block(), slot, chunk, unit->staging);
   if (state_from_file_ && !state_is_zero_)
     AddState(transfers, IoKind::kRead, *block(), slot, chunk, unit->staging + block()->layout().staged_state_offset());
 }
 
+// Elements are bytes here.
+void ReadTask::CopyRuns(const Unit& unit) const {
+  const int64_t index = chunks_[static_cast<size_t>(unit.index)];
+  for (const RunPiece& piece : block()->runs()->units()[static_cast<size_t>(index)].pieces) {
+    for (const hetero_patch& patch : patches_) {
+      const int64_t begin = std::max(piece.offset, patch.offset);
+      const int64_t end = std::min(piece.offset + piece.bytes, patch.offset + patch.numel);
+      if (begin >= end) continue;
+      auto* out = static_cast<uint8_t*>(const_cast<void*>(patch.data)) + (begin - patch.offset);
+      const auto bytes = static_cast<size_t>(end - begin);
+      if (piece.staged < 0) {
+        memset(out, 0, bytes);
+      } else {
+        memcpy(out, unit.staging + piece.staged + (begin - piece.offset), bytes);
+      }
+    }
+  }
+}
+
 Status ReadTask::Compute(Unit* unit) {
+  if (block()->runs() != nullptr) {
+    CopyRuns(*unit);
+    return Status::Ok();
+  }
   const Layout& layout = block()->layout();
   const int64_t chunk = chunks_[static_cast<size_t>(unit->index)];
   const uint8_t* image = unit->staging + layout.staged_state_offset();

@@ -13,13 +13,15 @@
 
 namespace hetero {
 
-// Weights of the newest slot into the weight memory, in transfers of several chunks. Nothing to do for weights in RAM.
+// Weights of the newest slot into the weight memory, in transfers of several chunks. Nothing to do for weights in RAM. Weights
+// that are read in place go through staging.
 class FetchTask final : public Task {
  public:
   using Task::Task;
   Status Admit() override;
   Status Start(int64_t* num_units) override;
-  [[nodiscard]] bool computes() const override { return check_; }
+  [[nodiscard]] bool staged() const override { return block()->runs() != nullptr; }
+  [[nodiscard]] bool computes() const override { return check_ || staged(); }
   void Reads(Unit* unit, Transfers* transfers) override;
   Status Compute(Unit* unit) override;
 
@@ -50,11 +52,13 @@ class ReadTask final : public Task {
   Status Compute(Unit* unit) override;
 
  private:
+  void CopyRuns(const Unit& unit) const;
+
   std::vector<hetero_patch> patches_;
   bool weights_from_file_ = false;
   bool state_from_file_ = false;
   bool state_is_zero_ = false;
-  std::vector<int64_t> chunks_;  // those that hold a part of a patch
+  std::vector<int64_t> chunks_;  // those that hold a part of a patch; of weights that are read in place: units
 };
 
 // Flushes (power), writes the record, and makes the newest slots the committed ones.
@@ -91,6 +95,9 @@ Overlap OverlapOf(const Layout& layout, int64_t chunk, int64_t offset, int64_t n
 // Transfers of one chunk's sections between a slot's file and memory.
 void AddWeights(Transfers* transfers, IoKind kind, const Block& block, int32_t slot, int64_t chunk, uint8_t* memory);
 void AddState(Transfers* transfers, IoKind kind, const Block& block, int32_t slot, int64_t chunk, uint8_t* memory);
+
+// The transfers of one unit of weights that are read in place.
+void AddRuns(Transfers* transfers, const Runs& runs, const RunUnit& unit, uint8_t* staging);
 
 // Checks what was read from the newest slot.
 Status CheckStagedState(const Block& block, int64_t chunk, const uint8_t* image);

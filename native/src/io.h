@@ -26,6 +26,7 @@ struct IoRequest {
   const char* path = "";  // for messages
   void* buffer = nullptr;
   int64_t bytes = 0;
+  int64_t needed = 0;  // reads: so many bytes must come, the file may end behind them; 0: all
   int64_t offset = 0;
   bool dsync = false;  // writes: durable when done (RWF_DSYNC)
   void (*done)(IoRequest* request, const Status& status) = nullptr;

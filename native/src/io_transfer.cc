@@ -62,7 +62,7 @@ Status TransferBlocking(IoRequest* request) {
     }
     return Status::Ok();
   }
-  while (request->transferred < request->bytes) {
+  while (!IsComplete(*request)) {
     const ssize_t moved = TransferOnce(*request);
     if (moved > 0) {
       request->transferred += moved;

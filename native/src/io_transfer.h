@@ -38,6 +38,11 @@ Status TransferError(const IoRequest& request, int error);
 // A transfer call that moved nothing: a read past the end of the file, or a write that the file system gave up on.
 Status NoProgress(const IoRequest& request);
 
+// Whether what must come has come.
+inline bool IsComplete(const IoRequest& request) {
+  return request.transferred >= (request.needed > 0 ? request.needed : request.bytes);
+}
+
 // The whole transfer by pread/pwrite/fdatasync on the calling thread. Sets started_ns and transferred.
 Status TransferBlocking(IoRequest* request);
 

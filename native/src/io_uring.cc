@@ -277,7 +277,7 @@ void IoUring::Complete(IoRequest* request, int32_t result) {
     return;
   }
   request->transferred += result;
-  if (request->transferred >= request->bytes) {
+  if (IsComplete(*request)) {
     finished_.emplace_back(request, Status::Ok());
   } else if (result == 0) {
     finished_.emplace_back(request, NoProgress(*request));

@@ -135,6 +135,18 @@ Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* we
   return Status::Ok();
 }
 
+Status Block::OpenRuns(const Layout& layout, void* weights, std::unique_ptr<Runs> runs, std::unique_ptr<Block>* out) {
+  HETERO_RETURN_IF_ERROR(CheckWeightMemory(layout.geometry().id, weights));
+  std::unique_ptr<Block> block(new Block);
+  block->layout_ = layout;
+  block->weights_ = static_cast<uint8_t*>(weights);
+  block->runs_ = std::move(runs);
+  block->newest_.rewrite.slot = 0;
+  block->content_promised = true;
+  *out = std::move(block);
+  return Status::Ok();
+}
+
 Status Block::Bind(void* weights) {
   HETERO_RETURN_IF_ERROR(CheckWeightMemory(id(), weights));
   if (!layout_.weights_in_file())

@@ -27,6 +27,7 @@
 #include "store_commit.h"
 #include "store_file.h"
 #include "store_layout.h"
+#include "store_runs.h"
 
 namespace hetero {
 
@@ -88,6 +89,8 @@ struct SlotContent {
 class Block {
  public:
   static Status Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out);
+  // Weights that are read in place; see [Note: Runs].
+  static Status OpenRuns(const Layout& layout, void* weights, std::unique_ptr<Runs> runs, std::unique_ptr<Block>* out);
   ~Block();
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
@@ -101,6 +104,9 @@ class Block {
   [[nodiscard]] float* state(int32_t array) const;  // RAM; null when on disk or out of range
   [[nodiscard]] int64_t state_reserved_bytes() const { return state_bytes_; }
   [[nodiscard]] const File& file(int32_t slot) const { return files_[slot]; }
+  [[nodiscard]] const Runs* runs() const { return runs_.get(); }  // null: the weights are in slots, or in RAM
+  // Of one staging buffer.
+  [[nodiscard]] int64_t staged_bytes() const { return runs_ == nullptr ? layout_.staged_bytes() : runs_->staged_bytes(); }
 
   // Stable while a task of the block runs.
   [[nodiscard]] const SlotContent& newest() const { return newest_; }
@@ -159,6 +165,7 @@ class Block {
   int64_t state_bytes_ = 0;
   std::vector<int64_t> state_offsets_;
   File files_[2];
+  std::unique_ptr<Runs> runs_;
   mutable std::mutex newest_mutex_;  // a leaf: nothing is locked under it
   SlotContent newest_;
   SlotContent replaced_;  // what the rewrite of ticket replaced_by_ has replaced

@@ -462,6 +462,32 @@ TEST(a_read_past_the_end_of_the_file_is_an_error) {
   }
 }
 
+TEST(a_read_may_end_with_the_file_once_what_is_needed_has_come) {
+  for (const int32_t kind : Backends()) {
+    for (const int flags : {0, O_DIRECT}) {
+      TempFile file(flags);
+      if (file.fd() < 0) continue;
+      const auto backend = Make(Options(kind));
+      Buffer page(4096), buffer(8192);
+      memset(page.data(), 7, 4096);
+      CHECK_OK(Transfer(backend.get(), IoKind::kWrite, file.fd(), page.data(), 4096, 0));
+      CHECK_OK(Transfer(backend.get(), IoKind::kWrite, file.fd(), page.data(), 4096, 4096));
+      REQUIRE_EQ(ftruncate(file.fd(), 4096 + 100), 0);
+      for (const int64_t needed : {1, 4196, 4197}) {
+        memset(buffer.data(), 0, 8192);
+        std::latch latch(1);
+        Waited waited;
+        Prepare(&waited, &latch, IoKind::kRead, file.fd(), buffer.data(), 8192, 0);
+        waited.request.needed = needed;
+        backend->Submit(&waited.request);
+        latch.wait();
+        CHECK_EQ(waited.status.code(), needed > 4196 ? HETERO_EIO : 0);
+        CHECK_EQ(buffer.data()[needed > 4196 ? 4195 : needed - 1], 7);
+      }
+    }
+  }
+}
+
 TEST(a_write_that_the_file_system_cuts_short_fails) {
   rlimit before = {};
   REQUIRE_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);

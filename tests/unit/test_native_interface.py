@@ -21,6 +21,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "engine_options": library.CEngineOptions,
     "task": library.CTask,
     "patch": library.CPatch,
+    "run_file": library.CRunFile,
+    "run": library.CRun,
     "times": library.CTimes,
     "engine_stats": library.CStats,
 }

@@ -137,6 +137,28 @@ typedef struct hetero_block_geometry {
 // not later). A block with neither section needs no store (pass null).
 HETERO_API hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights);
 HETERO_API int32_t hetero_block_close(hetero_block* block);
+
+// [Note: Weights that are read in place]
+// A block without a store may read its weights from runs of files that belong to somebody else: a safetensors file. Such a
+// block is U8 without state, with weights_on_disk_file 1 and num_slots 1. It is fetched, read and released as others; a store
+// or an update is EINVAL, and no commit record names it.
+typedef struct hetero_run_file {
+  const char* path;  // absolute; links are followed
+  int64_t bytes;     // its size and time of modification: ECORRUPT when they differ, here or when a fetch begins
+  int64_t mtime_ns;
+} hetero_run_file;
+// Bytes [file_offset, file_offset + bytes) of a file appear at byte `offset` of the block. Sorted by offset, disjoint. Bytes of
+// the block in no run are zero.
+typedef struct hetero_run {
+  int64_t offset;
+  int64_t file_offset;
+  int64_t bytes;
+  int32_t file;  // index into the files of the same call
+} hetero_run;
+// direct_io 1: past the page cache where the file system can; whole pages are then read.
+HETERO_API hetero_block* hetero_block_open_runs(const hetero_block_geometry* geometry, void* weights,
+                                                const hetero_run_file* files, int32_t num_files, const hetero_run* runs,
+                                                int32_t num_runs, int32_t direct_io);
 // Closes a block whose files the caller removes: later commit records do not name it, and once the next one is there (and the
 // files are gone) another block may have its id.
 HETERO_API int32_t hetero_block_discard(hetero_block* block);
@@ -284,6 +306,8 @@ typedef struct hetero_engine_stats {
   int64_t bytes_read, bytes_written, staging_bytes, staging_in_use_peak_bytes, tasks_done;
 } hetero_engine_stats;
 HETERO_API int32_t hetero_engine_get_stats(hetero_engine* engine, hetero_engine_stats* out);
+// Of the bytes read, those that nobody wanted: pages are read whole at the ends of runs.
+HETERO_API int64_t hetero_engine_bytes_beyond(hetero_engine* engine);
 
 #ifdef __cplusplus
 }
