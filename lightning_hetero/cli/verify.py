@@ -71,11 +71,12 @@ def run(path: Path, *, as_json: bool) -> bool:
 def _store(path: Path) -> VerifyReport:
     from lightning_hetero.store.format.audit import StoreFiles
     from lightning_hetero.store.format.pins import pins
-    from lightning_hetero.store.format.stored_model import block_names
+    from lightning_hetero.store.format.stored_model import block_names, source_faults
 
     with StoreFiles(path) as store:
         names = block_names(store)
         faults = tuple(f"{name}: {fault}" if (name := names.get(fault.block)) else str(fault) for fault in store.check())
+        faults += tuple(source_faults(store))
         kept = [_store(pin) for pin in pins(path)]
         faults += tuple(f"{report.path.name}: {fault}" for report in kept for fault in report.faults)
         blocks = () if store.record is None else store.record.blocks

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.format.in_place import TensorPlace
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,12 @@ class ModelWeights:
         """
         with torch.no_grad():
             self._stored[name].read_into(memory)
+
+    def place(self, name: str) -> TensorPlace | None:
+        """Where a parameter or buffer is; ``None`` if the file is not a local one."""
+        stored = self._stored[name]
+        local = stored.path.local
+        return None if local is None else TensorPlace(os.path.realpath(local), stored.dtype, stored.start)
 
     def _match(self, targets: Mapping[str, Tensor], files: WeightFiles, prefix: str, *, strict: bool) -> None:
         begin = f"{prefix}." if prefix else ""

@@ -53,7 +53,7 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
     executor.residency.leave(part.block)
     if part.native is not None:
         close_native(store, part)
-    identifier, part.slots = store.files.next_id(), 2
+    identifier, part.slots, part.in_place = store.files.next_id(), 2, None
     open_native(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
     store.flush(part)
     executor.enter()

@@ -93,15 +93,17 @@ class Directories:
 
     def _note(self, placement: Placement, *, kept: bool) -> None:
         parts = [part for block in self.blocks for part in block.parts]
-        files = list(placement.geometries.values())
+        files = [geometry for part, geometry in placement.geometries.items() if part.in_place is None]
         if kept:  # files for what the plan keeps in memory
-            files += [mirror for part in parts for mirror in mirror_files(part, placement.geometries.get(part))]
+            copied = [part for part in parts if part.in_place is None]
+            files += [mirror for part in copied for mirror in mirror_files(part, placement.geometries.get(part))]
         every = self.options.keep_every if kept else 0
         slots, rings = num_slots(every), 1 + min(every, 2)
         sizes = [file_bytes(g) for g in files]
         of_each = [slots if g.num_slots > 1 else 1 for g in files]
         swaps = _SWAPS_OF_BLOCK * len(self.blocks) if placement.swaps_to_disk else 0
         self._open_files = sum(g.num_slots for g, size in zip(files, sizes, strict=True) if size)
+        self._open_files += sum(len(part.in_place.files) for part in parts if part.in_place is not None)
         self._open_files += 2 * (placement.num_blobs + swaps)
         # With a page for the file system.
         in_files = sum(n * (size + _PAGE) for n, size in zip(of_each, sizes, strict=True) if size)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.adapters import adapter_setters
+from lightning_hetero.store.format.in_place import TensorPlace
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.raw_memory import own_memory
 
@@ -42,12 +43,18 @@ class Content(Protocol):
     def fill(self, name: str, memory: Tensor) -> None:
         """Reads it into a CPU tensor of its shape, converting to the tensor's dtype."""
 
+    def place(self, name: str) -> TensorPlace | None:
+        """Where it is, if that is a local file."""
+
 
 class _Nothing(dict[str, Tensor]):
     """No files."""
 
     def fill(self, name: str, memory: Tensor) -> None:
         memory.copy_(self[name])
+
+    def place(self, name: str) -> None:
+        """There is no file."""
 
 
 class Initializer:
@@ -91,8 +98,17 @@ class Initializer:
                         buffer = module._buffers[key] = torch.empty_like(buffer, device="cpu")
                     self._fill(name, buffer)
 
-    def read(self, block: Block, names: Collection[str]) -> bool:
-        """Reads a block's parameters if files have all of them. Returns whether they have.
+    def place(self, name: str) -> TensorPlace | None:
+        """Where a parameter is in a local file; ``None`` if it is in none."""
+        return self._content.place(name) if name in self._content else None
+
+    def reads_first(self, block: Block, names: Collection[str]) -> bool:
+        """Whether what files have of the block is read before, or without, any module's setter."""
+        unset = {id(p) for n, p in params_of(block).items() if n in names and n not in self._content}
+        return self._is_whole(block, names) or self._lacks_only_adapters(block, unset)
+
+    def _is_whole(self, block: Block, names: Collection[str]) -> bool:
+        """Whether files have all parameters of the block, and no module has to set its buffers.
 
         Here and in :meth:`set` a block includes its trained part: a module sets both at once.
         """
@@ -103,6 +119,12 @@ class Initializer:
         for module in block.spec.module.modules():
             if any(id(p) in owners for p in module.parameters(recurse=False)) and any(b.is_meta for b in _own_buffers(module)):
                 return False
+        return True
+
+    def read(self, block: Block, names: Collection[str]) -> bool:
+        """Reads a block's parameters if files have all of them. Returns whether they have."""
+        if not self._is_whole(block, names):
+            return False
         self._read_into(block, names)
         return True
 

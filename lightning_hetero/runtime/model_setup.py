@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from lightning_hetero._native import PartGeometry
+from lightning_hetero._native import PartGeometry, reads_in_place
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -15,11 +16,16 @@ from lightning_hetero.runtime.initialize import Content, Initializer, in_order_o
 from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.placement import Placement
+from lightning_hetero.store.format.in_place import SourceFile, TensorPlace, in_place
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, split
+from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
+from lightning_hetero.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 
 class ModelSetup:
@@ -78,6 +84,38 @@ class ModelSetup:
             was_cut |= bool(found)
         return was_cut
 
+    def find_in_place(self) -> None:
+        """Finds the frozen parts that files have as they are: these are not copied to the store.
+
+        Weights that are read after the setter of a module has run are copied.
+        """
+        if self._unset and not reads_in_place():
+            log.info("Frozen weights are copied: the native library was built before they could be read in place.")
+            return
+        if self._unset:
+            self._initializer.read_buffers()
+        known: dict[str, SourceFile] = {}
+        copied: dict[str, int] = {}
+        for block in self.blocks:
+            first = block.name in self._unset and self._initializer.reads_first(block.rest or block, self._made_on_meta)
+            for part in block.parts:
+                if part.slots > 1 or block.name not in self._unset:
+                    continue
+                places = {n: self._initializer.place(n) for n in part.names if n in self._made_on_meta}
+                found = [place for place in places.values() if place is not None]
+                why = _differs(part, found) if first and len(found) == len(part.params) else "files do not have all of them"
+                if not why:
+                    rows = zip(part.offsets, found, part.params, strict=True)
+                    width = part.dtype.itemsize
+                    part.in_place = in_place({offset * width: (place, p.nbytes) for offset, place, p in rows}, known)
+                elif found:
+                    copied[why] = copied.get(why, 0) + part.weight_bytes
+        size = sum(part.weight_bytes for block in self.blocks for part in block.parts if part.in_place is not None)
+        if size:
+            log.info("%s of frozen weights are read in place, from %s.", format_bytes(size), ", ".join(sorted(known)))
+        for why, num_bytes in copied.items():
+            log.info("%s of frozen weights are copied to one slot, or kept in memory: %s.", format_bytes(num_bytes), why)
+
     def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
         """Opens files block by block and writes the weights. Memory keeps what fits the budget."""
         used, later = 0, list[tuple[str, nn.Parameter]]()
@@ -85,6 +123,7 @@ class ModelSetup:
         for block in in_order_of_construction(self._root, self.blocks):
             if self._needs_content(block) and not self._initializer.read(block, self._made_on_meta):
                 later += [(n, params_of(block)[n]) for n in self._initializer.set(block, self._made_on_meta)]
+            is_read = block.name in self._unset and resumed is None
             self._take_over(block, read=resumed is None)
             executor.residency.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
             for part in block.parts:
@@ -92,7 +131,7 @@ class ModelSetup:
                     resumed.adopt(part)
                     move(store, part, placement.geometries.get(part), resumed.settled)
                 else:
-                    _open(store, part, placement.geometries.get(part))
+                    _open(store, part, placement.geometries.get(part), is_read=is_read)
             if block.weights_on_disk:
                 size = sum(p.weight_bytes for p in block.parts)
                 executor.residency.parameters.hide(block)
@@ -155,8 +194,27 @@ def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:
     return [sorted([*first, *rest]), *others]
 
 
-def _open(store: TierStore, part: Part, geometry: PartGeometry | None) -> None:
-    """Opens the part with its weights in memory and without state."""
+def _differs(part: Part, found: Sequence[TensorPlace]) -> str:
+    """Why a part is not in files as it is; empty if it is."""
+    if any(place.dtype != part.dtype for place in found):
+        return f"they are {part.dtype}, in the files {next(p.dtype for p in found if p.dtype != part.dtype)}"
+    if not all(param.is_contiguous() for param in part.params):
+        return "their memory is in another order than in the files"
+    return "" if any(param.numel() for param in part.params) else "they are empty"
+
+
+def _open(store: TierStore, part: Part, geometry: PartGeometry | None, *, is_read: bool) -> None:
+    """Opens the part with its weights in memory and without state.
+
+    Args:
+        store: The tiers.
+        part: The part.
+        geometry: Where it lives.
+        is_read: The weights have just been read.
+    """
+    if part.in_place is not None:
+        part.in_place.check()
+        part.mirrored_versions = versions(part) if is_read else -1
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
         reset_native(store, part)
     else:
@@ -165,4 +223,5 @@ def _open(store: TierStore, part: Part, geometry: PartGeometry | None) -> None:
         if geometry is not None:
             open_native(store, part, replace(geometry, id=store.files.free_id(geometry.id)))
     if part.native is not None:
+        part.dirty &= part.in_place is None or not is_read
         store.flush(part)

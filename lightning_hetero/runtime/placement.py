@@ -398,6 +398,7 @@ def set_slots(blocks: Sequence[Block], owners: Owners) -> None:
     """As a fit begins: parts that no optimizer updates get one slot on disk."""
     for part in [part for block in blocks for part in block.parts]:
         part.slots = 2 if any(id(p) in owners for p in part.params) else 1
+        part.in_place = part.in_place if part.slots == 1 else None
 
 
 def _state_bytes(part: Part, owners: Owners) -> int:

@@ -131,6 +131,7 @@ class Session(Budgets):
         placer, parked, plans = self._placer(), self.executor, self.options.plans
         if parked is None or self._fits:
             set_slots(self.blocks, placer.owners)
+            self._setup.find_in_place()
         if parked is not None and not self._fits:
             in_force = parked.plan
             plans = (lambda _: in_force,)  # everything is where that plan has put it
@@ -371,6 +372,7 @@ class Session(Budgets):
             stats = self.store.stats()
             report |= {
                 "bytes_read": stats.bytes_read,
+                "bytes_read_beyond": self.store.engine.bytes_beyond(),
                 "bytes_written": stats.bytes_written,
                 "staging_bytes": self.store.staging_bytes,
             }

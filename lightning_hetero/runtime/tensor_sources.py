@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import U8, Ticket
+from lightning_hetero._native import U8, InPlacePart, Ticket
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, with_strides
@@ -103,6 +103,8 @@ class WeightSource(_PartSource):
         """The run of a file that has the current content, while no update is under way."""
         native = self.part.native
         if native is None or not weights_on_file(self.part) or self.part.block.uses or self.part.dirty or self.part.patches:
+            return None
+        if isinstance(native, InPlacePart):
             return None
         if self.device is not None and self.device.newest(self.part, self.index) is not None:
             return None

@@ -1,4 +1,4 @@
-"""``kill -9`` while frozen weights, which have one slot on disk, move to two because something has changed them."""
+"""``kill -9`` while frozen weights, which have one slot on disk or none, move to two because something has changed them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Case:
         plan: The plan.
         change: What changes them; the name of a function in ``support.frozen``.
         every: One of so many steps is kept. Each epoch has three.
+        files: The weights are read in place from a file, so there is no slot.
     """
 
     point: str
@@ -36,11 +37,12 @@ class Case:
     plan: str = "disk"
     change: str = "by_hand"
     every: int = 1
+    files: bool = False
 
     @property
     def name(self) -> str:
         """For people."""
-        return "-".join((self.plan, self.change, self.point, f"every{self.every}"))
+        return "-".join((self.plan, self.change, self.point, f"every{self.every}", "file" * self.files))
 
 
 CASES = [
@@ -50,6 +52,8 @@ CASES = [
     Case("written", (3,), plan="host"),
     Case("written", (4,), change="unfreezes"),
     Case("written", (3,), every=4),
+    Case("written", (3,), files=True),
+    Case("closed", (4,), plan="host", files=True),
 ]
 
 
@@ -71,10 +75,10 @@ def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], ca
 
 def main(root: Path) -> None:
     """Every case; an assertion that fails ends the process."""
-    import torch
 
-    for change in sorted({case.change for case in CASES}):
-        in_child(lambda change=change: torch.save(train(root, "auto", change), root / f"{change}.pt"))
+    in_child(partial(write_weights, root))
+    for change, files in sorted({(case.change, case.files) for case in CASES}):
+        in_child(partial(train_plain, root, change, files))
     report, file = {}, root / "case.json"
     for case in CASES:
         killed = in_child(partial(die_at, root, case))
@@ -99,10 +103,32 @@ def train(root: Path, strategy: Any, change: str, begins: Callable[[int], object
     return frozen.fit(root, strategy, change=getattr(frozen, change), at=(4,), more=(Begins(),), **options)
 
 
+def write_weights(root: Path) -> None:
+    import torch
+    from support.frozen import RECIPE, Changed
+
+    from lightning_hetero.convert.safetensors import TensorToWrite, write_directory
+
+    content = Changed(RECIPE).model.state_dict()
+    torch.save(content, root / "content.pt")
+    rows = [TensorToWrite(name, value.dtype, value.shape, lambda value=value: value) for name, value in content.items()]
+    write_directory(root / "weights", rows, max_shard_bytes=20_000)
+
+
+def train_plain(root: Path, change: str, files: bool) -> None:
+    import torch
+
+    content = torch.load(root / "content.pt") if files else None
+    torch.save(train(root, "auto", change, content=content), root / f"{change}-{files}.pt")
+
+
 def strategy_of(root: Path, case: Case) -> Any:
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(case.plan, disk_path=root / "store", verify_digests=True, keep_every=case.every)
+    weights = {"model": root / "weights"} if case.files else None
+    return HeteroOffloadStrategy(
+        case.plan, disk_path=root / "store", verify_digests=True, keep_every=case.every, weights=weights
+    )  # fmt: skip
 
 
 def die_at(root: Path, case: Case) -> None:
@@ -132,7 +158,7 @@ def die_at(root: Path, case: Case) -> None:
     around(session, "reopen", after=has_moved)
     around(BlockFiles, "commit", before=lambda *_: die("written"))
     around(BlockFiles, "close_part", after=lambda *_: die("closed"))
-    train(root, strategy, case.change)
+    train(root, strategy, case.change, device="meta" if case.files else "cpu")
 
 
 def resume(root: Path, file: Path, case: Case) -> None:
@@ -141,8 +167,10 @@ def resume(root: Path, file: Path, case: Case) -> None:
     from support.models import difference
 
     begun: list[int] = []
-    got = train(root, strategy_of(root, case), case.change, begun.append, store=root / "store")
-    expected = torch.load(root / f"{case.change}.pt", weights_only=False)
+    got = train(
+        root, strategy_of(root, case), case.change, begun.append, store=root / "store", device="meta" if case.files else "cpu"
+    )
+    expected = torch.load(root / f"{case.change}-{case.files}.pt", weights_only=False)
     expected.losses = expected.losses[begun[0] :]
     file.write_text(json.dumps({"resumed_at": begun[0], "difference": difference(got, expected)}))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.record import parse
@@ -60,14 +61,21 @@ def unfreezes(module: Changed) -> None:
 def fit(
     root: Path, strategy: Any, recipe: Recipe = RECIPE, *, change: Change | None = None, at: tuple[int, ...] = (2, 4),
     stop: int | None = None, store: Path | None = None, more: tuple[pl.Callback, ...] = (),
+    device: str = "cpu", content: dict[str, Tensor] | None = None,
 ) -> Outcome:  # fmt: skip
-    """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
+    """One fit, to the end or to step ``stop``; from the beginning or from ``store``.
+
+    The model is made on ``device``; plain Lightning gets ``content``.
+    """
     made = type("Changing", (Changed,), {} if change is None else {"change": change, "at": at})
     torch.manual_seed(7)
-    module = made(recipe)
+    with torch.device(device):
+        module = made(recipe)
+    if content is not None:
+        module.model.load_state_dict(content)
     torch.manual_seed(11)
     trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root,
+        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
         callbacks=[*more, *([] if stop is None else [EndsAt(stop)])],
     )  # fmt: skip
     return fitted(trainer, module, data(3), store=store)

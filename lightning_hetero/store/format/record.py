@@ -23,9 +23,10 @@ import torch
 from lightning_hetero._native.geometry import PartGeometry
 from lightning_hetero._native.library import U8
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.format import value_shapes
+from lightning_hetero.store.format import in_place, value_shapes
 from lightning_hetero.store.format.directory import STATE_FILE
 from lightning_hetero.store.format.encoding import DTYPES, loads
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import read_value
 
 VERSION = 1
@@ -78,6 +79,7 @@ class PartEntry:
         weights: The mirror of weights in memory; ``None`` where they live in the home's files.
         state: The same for state arrays.
         blobs: State that the engine does not know.
+        in_place: Files of somebody else that have the weights, which then are nowhere else.
     """
 
     home: PartGeometry | None
@@ -85,13 +87,18 @@ class PartEntry:
     weights: PartGeometry | None
     state: PartGeometry | None
     blobs: tuple[BlobEntry, ...] = ()
+    in_place: InPlace | None = None
 
     def to_json(self) -> str:
         """As it stands in a record."""
         row: list[Any] = [_to_list(self.home), self.stepped, _to_list(self.weights), _to_list(self.state)]
         if self.blobs:
             row.append([[_to_list(b.geometry), b.optimizer, [_row_to_list(r) for r in b.rows]] for b in self.blobs])
-        return json.dumps(row, separators=(",", ":"))
+        if self.in_place is None:
+            return json.dumps(row, separators=(",", ":"))
+        if not self.blobs:
+            row.append([])
+        return f"{json.dumps(row, separators=(',', ':'))[:-1]},{self.in_place.text}]"
 
     @property
     def files(self) -> list[PartGeometry]:
@@ -291,10 +298,11 @@ def _to_list(geometry: PartGeometry | None) -> list[int] | None:
 
 def _entry(row: Any) -> PartEntry:
     home, stepped, weights, state, *blobs = row
-    if not isinstance(stepped, bool) or len(blobs) > 1:
+    if not isinstance(stepped, bool) or len(blobs) > 2:
         raise ValueError("an entry of another type")
     found = tuple(_blob(*blob) for blob in (blobs[0] if blobs else ()))
-    return PartEntry(_geometry(home), stepped, _geometry(weights), _geometry(state), found)
+    source = in_place.parse(blobs[1]) if len(blobs) > 1 else None
+    return PartEntry(_geometry(home), stepped, _geometry(weights), _geometry(state), found, source)
 
 
 def _row_to_list(row: BlobRow) -> list[Any]:

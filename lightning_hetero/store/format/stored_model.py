@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native.library import U8
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import ConfigError, StoreCorruptError, UnsupportedError
 from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles, step_of_slot
 from lightning_hetero.store.format.directory import STATE_FILE, slot_files
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.manifest import layout_of
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
@@ -28,7 +30,7 @@ class StoredWeight:
 
     Attributes:
         store: Its store, which stays open while this is read.
-        block: The block whose file has it.
+        block: The block whose file has it, or the files of somebody else that have it.
         name: The parameter's name.
         dtype: Its dtype.
         shape: Its shape.
@@ -37,7 +39,7 @@ class StoredWeight:
     """
 
     store: StoreFiles
-    block: CommittedBlock
+    block: CommittedBlock | InPlace
     name: str
     dtype: torch.dtype
     shape: torch.Size
@@ -56,6 +58,9 @@ class StoredWeight:
             StoreCorruptError: The file is not what the record says: names block, file, offset.
         """
         out = own_memory(self.shape.numel(), self.dtype)
+        if isinstance(self.block, InPlace):
+            self.block.read(self.first * self.dtype.itemsize, out.view(torch.uint8))
+            return out.as_strided(self.shape, self.stride).contiguous()
         with self.store.slot(self.block) as slot:
             opaque = slot.geometry.weight_dtype == U8  # the run as bytes
             slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)
@@ -137,7 +142,12 @@ def stored_weights(store: StoreFiles) -> list[StoredWeight]:
     _state(store, "version")
     for names, entry in _parts(store):
         geometry = entry.home if entry.weights is None else entry.weights
-        if geometry is None or geometry.id not in committed:
+        block: CommittedBlock | InPlace
+        if entry.in_place is not None:
+            block = entry.in_place
+        elif geometry is not None and geometry.id in committed:
+            block = committed[geometry.id]
+        else:
             raise ConfigError(
                 f"store {str(store.path)!r} has no weights of {names[:1]}: they were kept in memory alone. Export a checkpoint."
             )
@@ -147,10 +157,23 @@ def stored_weights(store: StoreFiles) -> list[StoredWeight]:
             size = torch.Size(shape)
             strides = tuple(stride[0]) if stride else torch.empty(size, device="meta").stride()
             kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-            out.append(StoredWeight(store, committed[geometry.id], name, kind, size, strides, first))
+            out.append(StoredWeight(store, block, name, kind, size, strides, first))
             first += round_up(size.numel(), ALIGN_ELEMENTS)
     order = {name: place for place, name in enumerate(rows)}
     return sorted(out, key=lambda weight: order[weight.name])
+
+
+def source_faults(store: StoreFiles) -> Iterator[str]:
+    """What is wrong with the files from which weights of the last record are read in place."""
+    try:
+        entries = [entry for _, entry in _parts(store)]
+    except ConfigError:
+        return
+    for file in sorted({file for e in entries if e.in_place is not None for file in e.in_place.files}, key=lambda f: f.path):
+        try:
+            file.check()
+        except StoreCorruptError as error:
+            yield str(error)
 
 
 def stored_buffers(store: StoreFiles) -> dict[str, Tensor]:

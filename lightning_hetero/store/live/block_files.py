@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from lightning_hetero._native import Engine, NativePart, PartGeometry, Store, Ticket
+from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, Run, RunFile, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.live.geometry import has_file
@@ -179,11 +180,17 @@ class BlockFiles:
             self._free_ids.discard(geometry.id)
         return native
 
+    def open_in_place(self, geometry: PartGeometry, address: int, source: InPlace) -> InPlacePart:
+        """A native part whose weights are read from files of somebody else."""
+        files = [RunFile(file.path, file.num_bytes, file.mtime_ns) for file in source.files]
+        runs = [Run(run.offset, run.file, run.start, run.num_bytes) for run in source.runs]
+        return InPlacePart(geometry, address, files=files, runs=runs, direct_io=self._options.direct_io)
+
     def close_part(self, native: NativePart) -> None:
         """Closes a native part and removes its files. All of its writes are committed."""
         self.wait_for_commit()
         native.discard()
-        if self._disk is not None and has_file(native.geometry):
+        if self._disk is not None and self._natives.get(native.geometry.id) is native:
             del self._natives[native.geometry.id]
             self._closed_ids.add(native.geometry.id)
             self._disk.directory.remove_block(native.geometry.id)

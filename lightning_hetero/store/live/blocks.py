@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import Arena, NativePart, Ticket
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
 from lightning_hetero.store.raw_memory import PAGE, tensor_at
 from lightning_hetero.units import round_up
@@ -93,6 +94,7 @@ class Part:
         arena: The reserved memory.
         slots: Files of each array on disk: two, or one as long as no optimizer has a parameter of
             the part and nothing has written it.
+        in_place: Files of somebody else that have the weights, so that the store needs no copy.
         native: The native part; ``None`` while nothing is offloaded, and for parts that are updated
             in Python in host memory.
         last_write: The fetch or update that last wrote the weight memory; compute waits until it is
@@ -124,6 +126,7 @@ class Part:
     num_elements: int
     arena: Arena
     slots: int = 2
+    in_place: InPlace | None = None
     native: NativePart | None = None
     last_write: Ticket | None = None
     opened: Ticket | None = None

@@ -26,10 +26,16 @@ def arrange_mirrors(store: TierStore, part: Part) -> list[NativePart]:
     for kind in gone:
         del part.mirrors[kind]
     for kind, (address, num_bytes) in wanted.items():
-        if kind not in part.mirrors:
+        if kind in part.mirrors:
+            continue
+        if part.in_place is not None and part.slots == 1:
+            geometry = mirrors.geometry_of_mirror(0, num_bytes, part.slots)
+            part.mirrors[kind] = Mirror(store.files.open_in_place(geometry, address, part.in_place), part.native)
+        else:
             geometry = mirrors.geometry_of_mirror(store.files.next_id(), num_bytes, part.slots)
             part.mirrors[kind] = Mirror(store.files.open_part(geometry, address), part.native)
             part.mirrored_versions = -1
+            part.in_place = None
     return [m.native for m in gone.values()]
 
 
@@ -56,7 +62,7 @@ def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ())
                 ticket.wait()
             if not differs(store.engine, mirror.native, bytes_at(part.arena, address, num_bytes)):
                 continue
-            mirror.native = with_two_slots(store.files, mirror.native, address)
+            mirror.native, part.in_place = with_two_slots(store.files, mirror.native, address), None
             part.slots = mirror.native.geometry.num_slots
         mirror.ticket = store.engine.store(
             mirror.native, [], weights_from_memory=True, step=store.files.step + 1, priority=_FIRST, after=after

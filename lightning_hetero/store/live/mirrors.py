@@ -9,7 +9,7 @@ ticket. Only a resume reads mirrors.
 
 from __future__ import annotations
 
-from lightning_hetero._native import DONE, U8, PartGeometry, Ticket
+from lightning_hetero._native import DONE, U8, InPlacePart, PartGeometry, Ticket
 from lightning_hetero.store.format.record import BlobEntry, PartEntry
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.raw_memory import PAGE
@@ -63,6 +63,9 @@ def is_current(part: Part, kind: str) -> bool:
 
 def entry_of(part: Part, blobs: tuple[BlobEntry, ...] = ()) -> PartEntry:
     """Where the part's arrays are now, and state that the engine does not know."""
+    mirror = part.mirrors.get(WEIGHTS)
+    if isinstance(part.native, InPlacePart) or (mirror is not None and isinstance(mirror.native, InPlacePart)):
+        return PartEntry(None, part.stepped, None, None, blobs, part.in_place)
     mirrors = {kind: mirror.native.geometry for kind, mirror in part.mirrors.items()}
     home = None if part.native is None else part.native.geometry
     return PartEntry(home, part.stepped, mirrors.get(WEIGHTS), mirrors.get(STATE), blobs)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_hetero._native import NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.format.record import PartEntry
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
-from lightning_hetero.store.live.geometry import has_file, has_master, versions, weights_on_file
+from lightning_hetero.store.live.geometry import geometry_of, has_file, has_master, versions, weights_on_file
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
 
@@ -19,12 +22,20 @@ def open_native(store: TierStore, part: Part, geometry: PartGeometry) -> None:
 
 def new_native(store: TierStore, part: Part, geometry: PartGeometry) -> NativePart:
     """A native part for the part, beside the one that it may have."""
+    if part.in_place is not None and geometry.num_slots == 1:
+        return store.files.open_in_place(replace(geometry, id=0), part.arena.address, part.in_place)
     return store.files.open_part(geometry, part.arena.address)
 
 
 def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
     """Opens the native parts that a record names, and reads what lives in memory."""
     tickets = []
+    part.in_place = entry.in_place
+    if entry.in_place is not None:
+        entry.in_place.check()
+        home = replace(geometry_of(part, 0, num_state=0, weights=Tier.DISK, state=Tier.DISK), num_slots=1)
+        part.native, part.on_disk, part.dirty = new_native(store, part, home), True, False
+        tickets.append(store.engine.fetch(part.native))
     if entry.home is not None:
         part.native = store.files.open_part(entry.home, part.arena.address)
         part.on_disk = has_file(entry.home)

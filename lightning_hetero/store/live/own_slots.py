@@ -5,7 +5,8 @@ A part without any trained parameter is written once, when it gets its files, so
 The same holds for its mirror. A commit record names that slot, so it may not be written again.
 Before a change reaches the disk, the part moves to a new number with two slots. The old files go
 when a record names the new ones: a process that dies in between goes back to them. A change that
-changes no byte (a checkpoint is loaded that has the same frozen weights) moves nothing.
+changes no byte (a checkpoint is loaded that has the same frozen weights) moves nothing. Weights
+that are read in place ([Note: In place] in ``store/format/in_place.py``) move likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import Engine, NativePart, Patch, file_bytes
+from lightning_hetero._native import Engine, InPlacePart, NativePart, Patch, file_bytes
 from lightning_hetero.errors import OutOfDiskError
 from lightning_hetero.store.live.block_files import BlockFiles
 from lightning_hetero.store.live.geometry import WEIGHTS
@@ -27,9 +28,9 @@ _COMPARED_BYTES = 16 * MIB
 
 
 def is_written_once(files: BlockFiles, native: NativePart) -> bool:
-    """Whether a record names the only slot of the native part, so that it must stay as it is."""
-    if native.geometry.num_slots > 1:
-        return False
+    """Whether the content must stay as it is: a record names it, or it is somebody else's."""
+    if native.geometry.num_slots > 1 or isinstance(native, InPlacePart):
+        return native.geometry.num_slots == 1
     files.wait_for_commit()
     return native.committed_slot() is not None
 
@@ -53,7 +54,7 @@ def with_two_slots(files: BlockFiles, native: NativePart, address: int) -> Nativ
             f"they have; disk_capacity leaves {format_bytes(max(int(room), 0))}. Raise disk_capacity, or do not change them."
         )
     new = files.open_part(replace(native.geometry, id=files.next_id(), num_slots=2), address)
-    files.added_bytes += size  # the other one is that of the old part
+    files.added_bytes += 2 * size if isinstance(native, InPlacePart) else size  # one was counted
     files.replace(native)
     return new
 

@@ -414,7 +414,7 @@ class TierStore:
             read = self.engine.fetch(old)
             self.engine.store(new, [], weights_from_memory=True, step=0, priority=-1, after=[read])
             self.engine.release(new).wait()
-        part.native, part.slots, part.last_write = new, new.geometry.num_slots, None
+        part.native, part.slots, part.last_write, part.in_place = new, new.geometry.num_slots, None, None
 
 
 def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tensor]]) -> list[Patch]:

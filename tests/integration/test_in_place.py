@@ -1,0 +1,212 @@
+"""Frozen weights that safetensors files have as they are: read in place, never copied, and moved to the store when they change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.frozen import FROZEN, RECIPE, Change, Changed, by_hand, fit, loads, loads_the_same, slots_of, unfreezes
+from support.models import Outcome, assert_same
+from support.recipes import MIXED
+from support.resuming import after
+from support.strategies import on_device
+from torch import Tensor
+
+from lightning_hetero import export_weights
+from lightning_hetero.convert.safetensors import INDEX, TensorToWrite, WeightFiles, write_directory
+from lightning_hetero.errors import StoreCorruptError, StoreError
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.record import parse
+from lightning_hetero.store.format.stored_model import source_faults
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+PLANS = ["disk", "host", MIXED, on_device]
+IDS = ["disk", "host", "mixed", "device"]
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {name: value.clone() for name, value in Changed(RECIPE).model.state_dict().items()}
+
+
+@pytest.fixture
+def folder(content: dict[str, Tensor], tmp_path: Path) -> Path:
+    return write(content, tmp_path / "weights")
+
+
+def write(content: dict[str, Tensor], path: Path, dtype: torch.dtype | None = None) -> Path:
+    """A sharded folder with an index."""
+    rows = []
+    for name, value in content.items():
+        kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        rows.append(TensorToWrite(name, kind, value.shape, lambda value=value: value))
+    write_directory(path, rows, max_shard_bytes=20_000)
+    assert (path / INDEX).is_file()
+    return path
+
+
+def offload(plan: Any, store: Path | None, folder: Path, **options: Any) -> Any:
+    make: Callable[..., Any] = plan if callable(plan) else lambda **o: HeteroOffloadStrategy(plan, **o)
+    return make(disk_path=store, weights={"model": folder}, verify_digests=True, **options)
+
+
+def train(root: Path, strategy: Any, **options: Any) -> Outcome:
+    return fit(root, strategy, device="meta", **options)
+
+
+def in_place(store: Path) -> list[bool]:
+    """Of each frozen block in the last record: whether its weights are read in place."""
+    with StoreFiles(store) as files:
+        assert files.record is not None
+        rows = zip(files.manifest["layout"]["parts"], parse(files.record.user).parts, strict=True)
+        return [entry.in_place is not None for names, entry in rows if any(f"blocks.{i}." in names[0] for i in FROZEN)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_frozen_weights_are_not_copied(plan: Any, folder: Path, content: dict[str, Tensor], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    before = {path: path.stat() for path in folder.iterdir()}
+    plain = fit(tmp_path, "auto", content=content)
+    got = train(tmp_path, offload(plan, store, folder), change=loads_the_same)
+    assert_same(got, plain)
+    assert in_place(store) == [True, True]
+    assert not slots_of(store)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == {p: s.st_mtime_ns for p, s in before.items()}
+    export_weights(store, tmp_path / "exported")
+    exported = WeightFiles.open(tmp_path / "exported").tensors
+    for name, value in plain.weights.items():
+        assert torch.equal(exported[name].read(), value), name
+
+
+@pytest.mark.parametrize("change", [by_hand, loads, unfreezes])
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_weights_that_change_move_to_the_store(
+    plan: Any, change: Change, folder: Path, content: dict[str, Tensor], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    at = (2,) if change is unfreezes else (2, 4)
+    plain = fit(tmp_path, "auto", change=change, at=at, content=content)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    train(tmp_path, offload(plan, store, folder), change=change, at=at, stop=1)
+    assert in_place(store) == [True, True]
+    train(tmp_path, offload(plan, store, folder), change=change, at=at, stop=3, store=store)
+    assert not all(in_place(store))
+    got = train(tmp_path, offload("disk", store, folder), change=change, at=at, store=store)
+    assert_same(got, after(plain, RECIPE.steps - 3))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files, "they are never written"
+
+
+def test_without_steps_that_are_kept_they_move_likewise(folder: Path, content: dict[str, Tensor], tmp_path: Path) -> None:
+    plain = fit(tmp_path, "auto", change=by_hand, content=content)
+    for plan in PLANS:
+        assert_same(train(tmp_path, offload(plan, None, folder), change=by_hand), plain)
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+def test_another_dtype_is_copied_to_one_slot(
+    plan: str, content: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(content, tmp_path / "half", torch.bfloat16)
+    rounded = {name: value.bfloat16().to(value.dtype) if value.is_floating_point() else value for name, value in content.items()}
+    caplog.set_level(logging.INFO)
+    got = train(tmp_path, offload(plan, tmp_path / "store", folder))
+    assert_same(got, fit(tmp_path, "auto", content=rounded))
+    assert {number for number, _ in slots_of(tmp_path / "store").values()} == {1}
+    assert "copied to one slot, or kept in memory: they are torch.float32, in the files torch.bfloat16" in caplog.text
+
+
+def verified(store: Path) -> list[str]:
+    """The faults that ``lightning-hetero verify`` finds."""
+    with StoreFiles(store) as files:
+        return list(source_faults(files))
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def touched(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def other_header(path: Path) -> None:
+    status, text = path.stat(), path.read_bytes()
+    path.write_bytes(text.replace(b'"format":"pt"', b'"format":"tp"'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def unreadable(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+@pytest.mark.parametrize("harm", [longer, shorter, touched, other_header, unreadable, Path.unlink])
+def test_a_resume_refuses_a_file_that_is_another_one(
+    plan: str, harm: Callable[[Path], object], folder: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    train(tmp_path, offload(plan, store, folder), stop=2)
+    spare = tmp_path / "spare"
+    shutil.copytree(folder, spare)
+    with StoreFiles(store) as files:
+        assert files.record is not None
+        path = next(Path(e.in_place.files[0].path) for e in parse(files.record.user).parts if e.in_place is not None)
+    assert not list(verified(store))
+    harm(path)
+    assert path.name in " ".join(verified(store))
+    with pytest.raises(StoreError, match=path.name):
+        train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store, weights={"model": spare}), store=store)
+
+
+def test_a_file_that_changes_while_it_is_read_ends_the_fit(folder: Path, tmp_path: Path) -> None:
+    def touches(_: Changed) -> None:
+        for path in folder.glob("*.safetensors"):
+            touched(path)
+
+    strategy = offload("disk", tmp_path / "store", folder, host_memory="572KiB")
+    with pytest.raises(StoreCorruptError, match="has changed"):
+        train(tmp_path, strategy, change=touches)
+
+
+def test_one_file_and_narrow_types_are_read_in_place(tmp_path: Path) -> None:
+    """The model is of 16 bits, as the file is."""
+    recipe = replace(RECIPE, shape=replace(RECIPE.shape, width=13))
+    torch.manual_seed(3)
+    content = {n: v.bfloat16() if v.is_floating_point() else v.clone() for n, v in Changed(recipe).model.state_dict().items()}
+    write_directory(
+        tmp_path / "one", [TensorToWrite(n, v.dtype, v.shape, lambda v=v: v) for n, v in content.items()], max_shard_bytes=1 << 30
+    )
+    recipe = replace(recipe, precision="bf16-true")
+    outcomes = [
+        fit(tmp_path, offload(plan, tmp_path / f"store-{n}", tmp_path / "one"), recipe, device="meta")
+        for n, plan in enumerate(("host", "disk", on_device))
+    ]
+    assert_same(outcomes[1], outcomes[0])
+    assert_same(outcomes[2], outcomes[0])
+    assert in_place(tmp_path / "store-1") == [True, True]
+    for name, value in content.items():
+        if any(f"blocks.{i}." in name for i in FROZEN) and value.is_floating_point():
+            assert torch.equal(outcomes[1].weights[f"model.{name}"], value), name
+
+
+def test_a_library_that_was_built_before_copies_them(
+    folder: Path, content: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_hetero.runtime.model_setup.reads_in_place", lambda: False)
+    got = train(tmp_path, offload("disk", tmp_path / "store", folder))
+    assert_same(got, fit(tmp_path, "auto", content=content))
+    assert {number for number, _ in slots_of(tmp_path / "store").values()} == {1}
