@@ -131,6 +131,13 @@ def test_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_chunked_head_prints_its_ratios(tmp_path: Path) -> None:
+    result, output = run("chunked_head.py", "--vocabulary", "512", "--tokens", "32", "--hidden", "8", "--rounds", "1", cwd=tmp_path)
+    for key in ("peak_ratio_frozen", "peak_ratio_trained", "time_ratio_frozen", "time_ratio_trained"):
+        assert result[key] > 0, key
+    assert output.count("MiB, loss") == 4
+
+
 def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"free; needed: 1048576\.0 TiB"):
         check_space(tmp_path, 1 << 60)
