@@ -236,3 +236,26 @@ def test_between_forward_and_backward(point: str, where: str, tmp_path: Path) ->
 @pytest.mark.parametrize("point", ["gradients", "step"])
 def test_by_hand_with_16_bit_casts(point: str, where: str, tmp_path: Path) -> None:
     same(at(point, ByHand), where, tmp_path, precision="bf16-mixed")
+
+
+class Shrinking(LitModel):
+    """Blocks scale their weights before each forward in training, frozen ones too."""
+
+    def on_fit_start(self) -> None:
+        def shrink(block: Any, _: Any) -> None:
+            with torch.no_grad():
+                for param in block.parameters() if block.training else ():
+                    param.mul_(0.9)
+
+        self.hooks = [block.register_forward_pre_hook(shrink) for block in self.model.blocks]
+
+    def on_fit_end(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "tight"])
+@pytest.mark.parametrize("frozen", [{"frozen": (1,)}, {"half_frozen": True}], ids=["whole", "half"])
+def test_blocks_with_frozen_weights_that_change_in_forward(frozen: Any, where: str, tmp_path: Path) -> None:
+    """Frozen weights have one slot on disk until they change: what follows needs their new files."""
+    same(Shrinking, where, tmp_path, shape=Shape(layers=4, **frozen))

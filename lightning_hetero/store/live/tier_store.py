@@ -157,22 +157,23 @@ class TierStore:
 
     def fetch(self, part: Part, *, priority: int, after: Sequence[Ticket] = ()) -> Ticket:
         """Brings the part's weights into its memory."""
-        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
-        part.last_write = self.engine.fetch(native, priority=priority, after=after)
+        part.last_write = self.engine.fetch(part.require_native(), priority=priority, after=after)
         return part.last_write
 
     def release(self, part: Part, *, priority: int) -> Ticket:
         """Gives the weight memory back, after writing it if it was changed in memory."""
-        native = part.require_native()
         self.cancel_update(part)
         self.flush(part)
-        return self.engine.release(native, priority=priority)
+        return self.engine.release(part.require_native(), priority=priority)
 
     def flush(self, part: Part) -> None:
-        """Writes changes outside updates to the file: the weight memory, or collected patches."""
+        """Writes changes outside updates to the file: the weight memory, or collected patches.
+
+        The part may have another native part afterwards: see [Note: One slot].
+        """
         if not part.dirty and not part.patches:
             return
         if self._is_unchanged(part):
@@ -240,7 +241,6 @@ class TierStore:
 
         ``speculative``: see [Note: Verdicts].
         """
-        native = part.require_native()
         self.revoke(part)
         in_memory = part.dirty and resident and not has_master(part) and not speculative
         part.dirty &= not in_memory  # the update writes the weight memory anyway
@@ -248,7 +248,7 @@ class TierStore:
         part.dirty = in_memory  # but it may be taken back before it is armed
         if part.on_disk:
             self.unrecorded.begin(part)
-        after = [*after, *writes_of(part)]
+        native, after = part.require_native(), [*after, *writes_of(part)]
         ticket = self.engine.open_update(native, weights_resident=resident, speculative=speculative, priority=priority, after=after)
         part.opened = self._opened[part] = ticket
         if speculative:
@@ -323,10 +323,10 @@ class TierStore:
 
         What lies in one chunk of the file comes in one transfer.
         """
-        native = part.require_native()
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
+        native = part.require_native()
         patches = _patches(part, native, [(array, part.offsets[index], out) for array, index, out in runs])
         return self.engine.read(native, patches, keep=[out for _, _, out in runs])
 
