@@ -93,7 +93,6 @@ class KeptSteps:
         self._every, self._count = options.keep_every, 0
         self._has_pins = False
         self._owners: list[list[int]] = []
-        self._num_owned = 0
         self.owners_changed()
         obstacle = (obstacle or self._obstacle(options)) if wanted else ""
         self.kept, self._obstacle_found = wanted and not obstacle, obstacle
@@ -183,12 +182,8 @@ class KeptSteps:
 
     def owners_changed(self) -> None:
         """Parameters have joined an optimizer: the next record has the new owners."""
-        self._num_owned = self._count_owned()
         numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
         self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
-
-    def _count_owned(self) -> int:
-        return sum(len(group["params"]) for binding in self._bindings for group in binding.optimizer.param_groups)
 
     def adopt(self, part: Part) -> None:
         """Opens a part as the record has it, with its optimizer state."""
@@ -255,8 +250,6 @@ class KeptSteps:
             last: Training may end with this step, so it is kept in any case.
         """
         self._count += 1
-        if self._num_owned != self._count_owned():  # the optimizer has not stepped since
-            self.owners_changed()
         whole = last or self._count % self._every == 0
         text = self._take(state) if whole else ""
         self._mirrored.clear()
