@@ -50,7 +50,7 @@ CASES = [
     Case("written", (3,)),
     Case("closed", (4,)),
     Case("written", (3,), plan="host"),
-    Case("written", (4,), change="unfreezes"),
+    Case("written", (3,), change="unfreezes"),
     Case("written", (3,), every=4),
     Case("written", (3,), files=True),
     Case("closed", (4,), plan="host", files=True),
