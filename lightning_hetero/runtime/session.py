@@ -7,6 +7,7 @@ are made → :meth:`Session.start` (plan, budget, files, anchors) → training �
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -172,7 +173,9 @@ class Session(Budgets):
         store.on_patched = self.options.on_patched
         store.loans.room = self._room_for_copies
         if store.files.states is not None:
-            store.files.states.room_bytes = lambda: self._directories.beside_bytes() - store.files.added_bytes
+            # The files hold the function, so it has no reference to them.
+            directories, files = self._directories, weakref.proxy(store.files)
+            store.files.states.room_bytes = lambda: directories.beside_bytes() - files.added_bytes
         store.files.room_bytes = self._directories.beside_bytes
         return store
 

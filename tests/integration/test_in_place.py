@@ -116,7 +116,7 @@ def test_another_dtype_is_copied_to_one_slot(
 ) -> None:
     folder = write(content, tmp_path / "half", torch.bfloat16)
     rounded = {name: value.bfloat16().to(value.dtype) if value.is_floating_point() else value for name, value in content.items()}
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "lightning_hetero")
     got = train(tmp_path, offload(plan, tmp_path / "store", folder))
     assert_same(got, fit(tmp_path, "auto", content=rounded))
     assert {number for number, _ in slots_of(tmp_path / "store").values()} == {1}

@@ -21,7 +21,7 @@ from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
 from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.schedule import Anchor, Op, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, check, lower
-from lightning_hetero.runtime import schedules
+from lightning_hetero.runtime import step
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
@@ -227,7 +227,7 @@ def test_without_a_class_of_edges_training_goes_wrong(
         left_out.append(name in classes(schedule))
         return without(schedule, name)
 
-    monkeypatch.setattr(schedules, "lower", lacking)
+    monkeypatch.setattr(step, "lower", lacking)
     with pytest.raises(Exception, match=""):  # noqa: PT011  # another result, or whatever its cause makes of it
         assert_same(_trained(make, recipe, tmp_path), expected)
     assert any(left_out)

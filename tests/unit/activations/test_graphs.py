@@ -78,7 +78,7 @@ def test_a_graph_that_is_thrown_away_takes_everything_with_it(x: Tensor, rules: 
                     loss = net(x)
                 driver.out()
                 del loss
-            driver.lanes.drain()
+                driver.lanes.drain()
             driver.begin()
             assert [recorder.made[n].num_bytes for n in recorder.alive() if recorder.made[n].num_bytes >= 4096] == []
             assert driver.num_buffers() <= len(driver.blocks)
