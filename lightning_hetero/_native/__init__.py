@@ -25,7 +25,7 @@ from lightning_hetero._native.kernels import (
     move_like_adam,
     sum_of_squares,
 )
-from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path, reads_in_place
+from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path
 from lightning_hetero._native.store import Arena, InPlacePart, NativePart, Patch, Run, RunFile, Store
 
 __all__ = [
@@ -61,6 +61,5 @@ __all__ = [
     "isa",
     "library_path",
     "move_like_adam",
-    "reads_in_place",
     "sum_of_squares",
 ]

@@ -23,7 +23,6 @@ from lightning_hetero._native.library import (
     check_dtype,
     check_range,
     functions,
-    reads_in_place,
 )
 from lightning_hetero._native.store import Handle, NativePart, Patch, Store, check_run
 from lightning_hetero.clock import now_s
@@ -391,7 +390,7 @@ class Engine(Handle):
 
     def bytes_beyond(self) -> int:
         """Of the bytes read, those that nobody wanted: pages are read whole."""
-        return check(functions()["engine_bytes_beyond"](self.pointer)) if reads_in_place() else 0
+        return check(functions()["engine_bytes_beyond"](self.pointer))
 
     def resize_staging(self, staging_bytes: int) -> None:
         """Changes the size of the staging memory; every task must be done.

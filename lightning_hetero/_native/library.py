@@ -201,9 +201,6 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ticket_times": (_I32, (_PTR, _I64, POINTER(CTimes))),
 }
 
-# A library of the same version may lack these if it was built before they were added.
-_LATER = frozenset({"block_open_runs", "engine_bytes_beyond"})
-
 EPOISONED, ETIMEDOUT = -8, -9
 _ERRORS: dict[int, type[Exception]] = {
     -1: ConfigError,
@@ -232,8 +229,7 @@ def _load(path: Path) -> dict[str, Any]:
         version = handle.hetero_abi_version()
         if version != ABI_VERSION:
             raise OSError(f"its interface has version {version}, this package needs {ABI_VERSION}")
-        names = [name for name in _PROTOTYPES if name not in _LATER or hasattr(handle, f"hetero_{name}")]
-        functions = {name: getattr(handle, f"hetero_{name}") for name in names}
+        functions = {name: getattr(handle, f"hetero_{name}") for name in _PROTOTYPES}
     except (OSError, AttributeError) as error:
         raise NativeMissingError(f"The native library {path} cannot be used: {error}. {_REMEDY}") from error
     for name, function in functions.items():
@@ -249,11 +245,6 @@ def functions() -> dict[str, Any]:
         NativeMissingError: no library at ``library_path()``, or one with another interface version.
     """
     return _load(library_path())
-
-
-def reads_in_place() -> bool:
-    """Whether the library can read weights in place, from files of somebody else."""
-    return functions().keys() >= _LATER
 
 
 def failure(code: int) -> Exception:

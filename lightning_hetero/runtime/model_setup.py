@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_hetero._native import PartGeometry, reads_in_place
+from lightning_hetero._native import PartGeometry
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -89,9 +89,6 @@ class ModelSetup:
 
         Weights that are read after the setter of a module has run are copied.
         """
-        if self._unset and not reads_in_place():
-            log.info("Frozen weights are copied: the native library was built before they could be read in place.")
-            return
         if self._unset:
             self._initializer.read_buffers()
         known: dict[str, SourceFile] = {}

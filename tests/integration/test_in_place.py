@@ -201,12 +201,3 @@ def test_one_file_and_narrow_types_are_read_in_place(tmp_path: Path) -> None:
     for name, value in content.items():
         if any(f"blocks.{i}." in name for i in FROZEN) and value.is_floating_point():
             assert torch.equal(outcomes[1].weights[f"model.{name}"], value), name
-
-
-def test_a_library_that_was_built_before_copies_them(
-    folder: Path, content: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_hetero.runtime.model_setup.reads_in_place", lambda: False)
-    got = train(tmp_path, offload("disk", tmp_path / "store", folder))
-    assert_same(got, fit(tmp_path, "auto", content=content))
-    assert {number for number, _ in slots_of(tmp_path / "store").values()} == {1}
