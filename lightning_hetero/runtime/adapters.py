@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
+
+from lightning_hetero.untyped import Function, Value
 
 Setters = dict[int, list[Callable[[], object]]]
 
@@ -48,7 +49,7 @@ def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _setter(layer: nn.Module, key: str, adapter: str, configs: Mapping[str, object]) -> tuple[str, list[Callable[[], object]]]:
     kind, how = type(layer).__name__, getattr(configs.get(adapter), "init_lora_weights", None)
-    reset: Callable[..., object] | None = getattr(layer, "reset_lora_parameters", None)
+    reset: Function | None = getattr(layer, "reset_lora_parameters", None)
     if reset is None:
         return f"adapter {adapter!r} is of {kind}, whose start is not known here", []
     if how is not True and how != "gaussian":
@@ -61,7 +62,7 @@ def _setter(layer: nn.Module, key: str, adapter: str, configs: Mapping[str, obje
 
 
 @torch.no_grad()
-def _set_magnitudes(layer: Any, adapter: str) -> None:
+def _set_magnitudes(layer: Value, adapter: str) -> None:
     """DoRA's magnitudes are the norms of the base weights, to which LoRA adds nothing yet.
 
     Source: PEFT, ``DoraLinearLayer.update_layer``.

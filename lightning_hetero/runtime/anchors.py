@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.untyped import Function
 
 Inputs = tuple[tuple[object, ...], dict[str, object]]
 """The positional and keyword arguments of a forward."""
@@ -119,9 +120,9 @@ class _ModuleHook(functools.partial[object]):
         return getattr, (nullcontext(), "__exit__")
 
 
-def eager(hook: Callable[..., object]) -> _ModuleHook:
+def eager(hook: Function) -> _ModuleHook:
     """Hooks act on the runtime, so a compiled model leaves its graph for them."""
-    disable: Callable[[Callable[..., object]], Callable[..., object]] = torch.compiler.disable
+    disable: Callable[[Function], Function] = torch.compiler.disable
     return _ModuleHook(disable(hook))
 
 

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.runtime.offloaded_parameter import METADATA
 from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
+from lightning_hetero.untyped import Function, Options, Value, Values
 
 _SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay
-_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA: Function = vars(torch._C.TensorBase)["data"].__set__
 
 
 class Scratch(Protocol):
@@ -128,7 +129,7 @@ class Construction:
             address = tensor.untyped_storage().data_ptr()
         return address if address in self._places else None
 
-    def _seen(self, func: Any, values: Any) -> None:
+    def _seen(self, func: Function, values: Values) -> None:
         """A torch function has run on these values."""
         if func == _SET_DATA and type(values[0]) is nn.Parameter and values[0] not in self:
             self._made(values[0])  # as module.to(dtype) does it
@@ -157,7 +158,7 @@ class _Touches(TorchFunctionMode):
         super().__init__()
         self._construction = construction
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Values = (), kwargs: Options | None = None) -> Value:
         result = func(*args, **(kwargs or {}))
         self._construction._seen(func, (*args, *(kwargs or {}).values()))
         return result
@@ -167,21 +168,20 @@ class _Touches(TorchFunctionMode):
 def _hooked(made: Callable[[nn.Parameter], None]) -> Iterator[None]:
     """Calls ``made`` with every ``nn.Parameter`` that this thread makes, in any way."""
     thread = threading.get_ident()
-    before: Any = nn.Parameter.__dict__["__new__"]
+    before = vars(nn.Parameter)["__new__"]
     original = nn.Parameter.__new__
 
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(cls: type[nn.Parameter], *args: Value, **kwargs: Value) -> nn.Parameter:
         param = original(cls, *args, **kwargs)
         if type(param) is nn.Parameter and threading.get_ident() == thread:
             made(param)
         return param
 
-    parameter: Any = nn.Parameter
-    parameter.__new__ = staticmethod(new)
+    setattr(nn.Parameter, "__new__", staticmethod(new))  # noqa: B010  # mypy allows no other __new__
     try:
         yield
     finally:
-        parameter.__new__ = before
+        setattr(nn.Parameter, "__new__", before)  # noqa: B010
 
 
 def _is_alone(param: nn.Parameter) -> bool:

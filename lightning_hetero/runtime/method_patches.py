@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from lightning_hetero.untyped import Function
 
 _ABSENT = object()
 
@@ -16,7 +16,7 @@ class Patches:
     def __init__(self) -> None:
         self._replaced: list[tuple[object, str, object]] = []
 
-    def replace(self, owner: object, name: str, value: Callable[..., object]) -> None:
+    def replace(self, owner: object, name: str, value: Function) -> None:
         """Gives one instance another method than its class."""
         attributes = vars(owner)
         self._replaced.append((owner, name, attributes.get(name, _ABSENT)))

@@ -19,7 +19,7 @@ import enum
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import GetSetDescriptorType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, Source, contents_of, keep_content
+from lightning_hetero.untyped import Function, Options, Value, Values
 
 
 class ParameterState(enum.Enum):
@@ -68,9 +69,7 @@ class OffloadedParameter(nn.Parameter):
     _hetero: Record
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Function, types: Sequence[type], args: Values = (), kwargs: Options | None = None) -> Value:
         """Decides for a torch function: metadata, lazy handle, write or read."""
         kwargs = kwargs or {}
         if func in METADATA:
@@ -98,7 +97,7 @@ class OffloadedParameter(nn.Parameter):
         state = self._hetero.state.value
         return f"OffloadedParameter({tuple(self.shape)}, {self.dtype}, {self._hetero.name!r}, {state})"
 
-    __repr__: Any = _describe  # mypy accepts no override of torch's signature
+    __repr__: Value = _describe  # mypy accepts no override of torch's signature
 
 
 def offload(parameter: nn.Parameter, record: Record) -> None:
@@ -158,7 +157,7 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
     source.write(content)
 
 
-def _access(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _access(func: Function, types: Sequence[type], args: Values, kwargs: Options) -> Value:
     """Runs a function that may touch values."""
     stand_ins: dict[int, tuple[OffloadedParameter, OffloadedTensor]] = {}
 
@@ -238,7 +237,7 @@ def _metadata_functions() -> frozenset[object]:
 
 
 METADATA = _metadata_functions()
-_DATA: Any = vars(torch._C.TensorBase)["data"]
+_DATA: Value = vars(torch._C.TensorBase)["data"]
 _GET_DATA, _SET_DATA = _DATA.__get__, _DATA.__set__
 _DETACH = frozenset([Tensor.detach, torch.detach, _GET_DATA])
 # Methods below the operators, whose C functions would see the handle's empty memory.

@@ -11,13 +11,14 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, Self, runtime_checkable
+from typing import NoReturn, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
+from lightning_hetero.untyped import Function, Operator, Options, Value, Values
 
 
 class Source(Protocol):
@@ -91,23 +92,23 @@ class OffloadedTensor(Tensor):
             _HANDLES.setdefault(source.address, weakref.WeakValueDictionary())[id(self)] = self
         return self
 
-    # Typed Any because torch's stubs declare neither as a class method.
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # operators are seen one level below
-    __torch_dispatch__: Any = classmethod(lambda cls, *call: _dispatch(*call))
+    # `Value` because torch's stubs declare neither as a class method.
+    __torch_function__: Value = torch._C._disabled_torch_function_impl  # operators are seen one level below
+    __torch_dispatch__: Value = classmethod(lambda cls, *call: _dispatch(*call))
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> Value:
         """Returns a NumPy array of a fresh copy of the content."""
         return contents_of(self).numpy(force=force)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> Value:
         """Returns the content as nested lists."""
         return contents_of(self).tolist()
 
-    def __dlpack__(self, **options: Any) -> Any:
+    def __dlpack__(self, **options: Value) -> Value:
         """Exports a fresh copy of the content."""
         return contents_of(self).__dlpack__(**options)
 
-    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+    def apply_(self, function: Function) -> Tensor:
         """Maps ``function`` over the elements and writes the result through."""
         self.source.write(contents_of(self).apply_(function))
         return self
@@ -133,7 +134,7 @@ class OffloadedTensor(Tensor):
         root._copy.content.copy_(contents_of(root))
         return view(root._copy.content).data_ptr()
 
-    def untyped_storage(self) -> Any:
+    def untyped_storage(self) -> Value:
         """The identity of the storage, by which writers of model files find tied tensors.
 
         It gives no access to bytes. Its address is ``data_ptr`` of the whole tensor after a call of
@@ -150,7 +151,7 @@ class OffloadedTensor(Tensor):
     def _typed_storage(self) -> NoReturn:
         _refuse_memory(self)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Value:
         reduce: Callable[[object], object] = contents_of(self).__reduce_ex__
         return reduce(protocol)
 
@@ -162,7 +163,7 @@ class OffloadedTensor(Tensor):
     def _describe(self) -> str:
         return f"OffloadedTensor({tuple(self.shape)}, {self.dtype}, {self.source.name!r})"
 
-    __repr__: Any = _describe  # mypy accepts no override of torch's signature
+    __repr__: Value = _describe  # mypy accepts no override of torch's signature
 
 
 # No program can map memory here. Code that reads at this address stops instead of reading zeros.
@@ -187,7 +188,7 @@ class _AbsentStorage:
     size = __len__ = nbytes
 
 
-def _dispatch(func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+def _dispatch(func: Operator, types: Sequence[type], args: Values = (), kwargs: Options | None = None) -> Value:
     """Runs one ATen operator on the contents; writes back the arguments that it mutates."""
     kwargs = kwargs or {}
     first = args[0] if args else None
@@ -293,11 +294,11 @@ def _root(tensor: OffloadedTensor) -> tuple[OffloadedTensor, Callable[[Tensor], 
     return tensor, lambda whole: whole
 
 
-def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _view(func: Operator, tensor: OffloadedTensor, args: Values, kwargs: Options) -> Value:
     """Applies a view operator lazily: shapes from a meta tensor, values when they are read."""
     root, earlier = _root(tensor)
 
-    def lazy(outcome: Tensor, select: Callable[[Any], Tensor]) -> OffloadedTensor:
+    def lazy(outcome: Tensor, select: Function) -> OffloadedTensor:
         source = _ViewSource(root, lambda whole: select(func(earlier(whole), *args, **kwargs)), outcome)
         return OffloadedTensor(source, stride=outcome.stride(), device=tensor.device)
 
@@ -307,7 +308,7 @@ def _view(func: Any, tensor: OffloadedTensor, args: tuple[Any, ...], kwargs: dic
     return [lazy(part, operator.itemgetter(index)) for index, part in enumerate(outcome)]
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(func: Operator, args: Values, kwargs: Options) -> Value:
     """Runs an operator on contents and writes mutated ones back. Views share one whole."""
     wholes: dict[_Storage, tuple[OffloadedTensor, Tensor]] = {}
     contents: dict[int, Tensor] = {}
@@ -342,7 +343,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map_only(Tensor, lambda value: written.get(id(value), value), result)
 
 
-def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[OffloadedTensor]:
+def _mutated(func: Operator, args: Values, kwargs: Options) -> list[OffloadedTensor]:
     """The offloaded tensors among the arguments that the operator's schema marks as written."""
     targets: list[OffloadedTensor] = []
     for index, argument in enumerate(func._schema.arguments):

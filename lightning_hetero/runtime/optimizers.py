@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from lightning_hetero.runtime.tensor_sources import StateSource, take_all, write
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
+from lightning_hetero.untyped import Function, Options, Value
 
 
 class Rule(Enum):
@@ -68,7 +68,7 @@ class OptimizerBinding:
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
         self._patches = Patches()
-        self._original: dict[str, Any] = {}  # methods that are replaced
+        self._original: dict[str, Function] = {}  # methods that are replaced
         self._handle: RemovableHandle | None = None
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
@@ -108,10 +108,10 @@ class OptimizerBinding:
         optimizer = self.optimizer
         self._original = {name: getattr(optimizer, name) for name in ("zero_grad", "load_state_dict")}
 
-        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Value] | None = None) -> Value:
             return self._step(closure)
 
-        ours: dict[str, Callable[..., Any]] = {
+        ours: dict[str, Function] = {
             "step": Optimizer.profile_hook_step(step),  # runs the registered hooks of a step
             "zero_grad": lambda _, set_to_none=True: self._zero_grad(set_to_none),
             "load_state_dict": lambda _, state_dict: self._load_state_dict(state_dict),
@@ -134,7 +134,7 @@ class OptimizerBinding:
             for state, key, value in states:
                 state[key] = mapped(value, key, lambda _, inner: found.get(id(inner), inner))
 
-    def books(self) -> dict[str, Any]:
+    def books(self) -> Options:
         """The optimizer in a commit record: its groups, and step counts or state without tensors.
 
         Tensors of an optimizer that runs by its own code are in blobs (``runtime.state_blobs``).
@@ -161,7 +161,7 @@ class OptimizerBinding:
         steps = iter(torch.stack(known).tolist() if known else [])
         return common | {"steps": [None if c is None else next(steps) for c in counts]}
 
-    def check(self, books: dict[str, Any]) -> None:
+    def check(self, books: Options) -> None:
         """Refuses the books of another optimizer.
 
         Raises:
@@ -185,7 +185,7 @@ class OptimizerBinding:
                 f"training began with."
             )
 
-    def take_over(self, books: dict[str, Any]) -> None:
+    def take_over(self, books: Options) -> None:
         """Sets the optimizer to checked :meth:`books`. The store has its state already."""
         numbers = [group["params"] for group in self.optimizer.state_dict()["param_groups"]]
         groups = [{**group, "params": mine} for group, mine in zip(books["groups"], numbers, strict=True)]
@@ -207,12 +207,12 @@ class OptimizerBinding:
             return
         for param, count in zip(self.params(), books["steps"], strict=True):
             if count is not None:
-                state: dict[str, Any] = {}
+                state: Options = {}
                 self._attach(state, *self._homes[param])
                 state["step"] = torch.tensor(count, dtype=torch.float32)
                 self.optimizer.state[param] = state
 
-    def groups(self) -> dict[int, dict[str, Any]]:
+    def groups(self) -> dict[int, Options]:
         """Each parameter's group, by ``id``; read every step because schedulers change groups."""
         return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
 
@@ -263,7 +263,7 @@ class OptimizerBinding:
         if runs:
             write_state(self._store, part, runs)
 
-    def _attach(self, state: dict[str, Any], part: Part, index: int) -> None:
+    def _attach(self, state: Options, part: Part, index: int) -> None:
         param = part.params[index]
         for array, name in enumerate(adam.state_names(part.dtype)):
             source = StateSource(self._store, part, index, array, name)
@@ -271,7 +271,7 @@ class OptimizerBinding:
 
     # ---- what the user calls ---------------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, closure: Callable[[], Value] | None = None) -> Value:
         optimizer = self.optimizer
         loss = None
         if closure is not None:
@@ -290,7 +290,7 @@ class OptimizerBinding:
             self._on_read()
         self._original["zero_grad"](set_to_none=set_to_none)
 
-    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load_state_dict(self, state_dict: Options) -> None:
         self._on_read()
         if self.rule is not Rule.NATIVE:
             self._original["load_state_dict"](state_dict)
@@ -302,12 +302,12 @@ class OptimizerBinding:
         by_number = dict(zip(saved, self.params(), strict=True))
         self._import({by_number[i]: s for i, s in state_dict["state"].items() if i in by_number})
 
-    def _import(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+    def _import(self, states: dict[nn.Parameter, Options]) -> None:
         """Moves state in torch's format into the store, one write per part."""
         runs: dict[Part, list[tuple[int, int, Tensor]]] = {}
         for param, values in states.items():
             part, index = self._homes[param]
-            state: dict[str, Any] = {}
+            state: Options = {}
             self._attach(state, part, index)
             state["step"] = torch.as_tensor(values["step"], dtype=torch.float32).detach().clone().cpu()
             self.optimizer.state[param] = state

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_DATA: Any = vars(torch._C.TensorBase)["data"]
+from lightning_hetero.untyped import Value
+
+_DATA: Value = vars(torch._C.TensorBase)["data"]
 _get_plain, set_data = _DATA.__get__, _DATA.__set__
 _counted: Counter[int] = Counter()  # sessions that have the parameter, by its id
 

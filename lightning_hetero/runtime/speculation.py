@@ -25,7 +25,7 @@ verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -42,12 +42,13 @@ from lightning_hetero.runtime.speculation_choice import Worth
 from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.tier_store import TierStore
+from lightning_hetero.untyped import Function
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
     scaler: torch.amp.GradScaler
-    unscale: Callable[..., dict[torch.device, Tensor]]  # its function for all gradients
+    unscale: Function  # its function for all gradients
 
 
 @dataclass(eq=False, slots=True)
@@ -205,7 +206,7 @@ class Speculation:
             raise HeteroError("no scaler is followed, and one unscales.")
         self._wait_handed()
         params = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._unscaled]
-        found = self._scaling.unscale(_group(params), inverse, found_inf, allow_fp16)
+        found: dict[torch.device, Tensor] = self._scaling.unscale(_group(params), inverse, found_inf, allow_fp16)
         if self._unscaled:
             found.setdefault(found_inf.device, found_inf.clone())
             for flag in self._found:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from lightning_hetero.store.live.geometry import WEIGHTS
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import memory_of, own_memory
 from lightning_hetero.units import KIB, format_bytes
+from lightning_hetero.untyped import Value
 
 _SMALL_BYTES = 4 * KIB  # stays in memory: step counts, biases
 
@@ -59,7 +60,7 @@ class StateSnapshot:
         self._blocks = {} if record is None else {block.id: block for block in record.blocks}
         self._closed = threading.Event()
 
-    def captured(self, value: Any) -> Any:
+    def captured(self, value: Value) -> Value:
         """The same nested dictionaries and lists; large tensors become handles of the snapshot."""
         if isinstance(value, Mapping):
             return {key: self.captured(item) for key, item in value.items()}

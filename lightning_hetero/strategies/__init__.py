@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_hetero.strategies.namespaces import Lightning, public_names
+from lightning_hetero.untyped import Value
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -48,7 +49,7 @@ _HOMES = {  # the modules in which the public classes are written
 }
 
 
-def _class_of(name: str, namespace: str) -> Any:
+def _class_of(name: str, namespace: str) -> Value:
     """A public class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
 
     Raises:
@@ -65,7 +66,7 @@ parallel_fsdp_class: Callable[[str], type[HeteroParallelFsdpStrategy]] = partial
 local_first_class: Callable[[str], type[LocalFirst]] = partial(_class_of, "LocalFirst")
 
 
-def make(namespace: str, **options: Any) -> Strategy:
+def make(namespace: str, **options: Value) -> Strategy:
     """Makes the strategy for ``Trainer(strategy="hetero_offload")``.
 
     Args:
@@ -75,18 +76,18 @@ def make(namespace: str, **options: Any) -> Strategy:
     return strategy_class(namespace)(**options)
 
 
-def make_parallel(namespace: str, **options: Any) -> Strategy:
+def make_parallel(namespace: str, **options: Value) -> Strategy:
     """Makes the strategy for ``Trainer(strategy="hetero_parallel")``."""
     strategy: Strategy = parallel_class(namespace)(**options)
     return strategy
 
 
-def make_parallel_fsdp(namespace: str, **options: Any) -> Strategy:
+def make_parallel_fsdp(namespace: str, **options: Value) -> Strategy:
     """Makes the strategy for ``Trainer(strategy="hetero_parallel_fsdp")``."""
     return parallel_fsdp_class(namespace)(**options)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Value:
     """Makes a class by its public name, such as ``PytorchLightningLocalFirst``."""
     for known in _HOMES:
         if (lightning := public_names(known).get(name)) is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.errors import CheckpointWriteError, ConfigError, HeteroError
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
+from lightning_hetero.untyped import Options, Value
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -19,7 +20,7 @@ else:
 _TORCH_WRITES = "PytorchStreamWriter"  # in torch.save's error if it cannot write
 
 
-def make(name: str) -> Any:
+def make(name: str) -> CheckpointIO:
     """A checkpoint IO for the namespace of that name."""
     return Lightning(name).subclass(_HeteroCheckpointIO, "plugins.io.TorchCheckpointIO", name="HeteroCheckpointIO", home=__name__)()
 
@@ -28,15 +29,14 @@ def instead(given: CheckpointIO, lightning: Lightning) -> CheckpointIO:
     """Replaces Lightning's default checkpoint IO, also inside a wrapper, by a streaming one."""
     plain = lightning.module("plugins.io").TorchCheckpointIO
     if type(given) is plain:
-        streaming_io: CheckpointIO = make(lightning.name)
-        return streaming_io
+        return make(lightning.name)
     if type(getattr(given, "checkpoint_io", None)) is plain:  # AsyncCheckpointIO and its like wrap another
-        wrapper: Any = given
+        wrapper: Value = given
         wrapper.checkpoint_io = make(lightning.name)
     return given
 
 
-def check_file(path: Any) -> None:
+def check_file(path: object) -> None:
     """Refuses a local directory, which is not a checkpoint file.
 
     Raises:
@@ -62,7 +62,7 @@ class _HeteroCheckpointIO(_Base):
 
     streams = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: Options, path: Value, storage_options: object | None = None) -> None:
         try:
             if self.streams and storage_options is None:
                 streaming.save(checkpoint, path)
@@ -76,13 +76,13 @@ class _HeteroCheckpointIO(_Base):
                 f"a run that keeps them are in its store."
             ) from error
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, path: Value, map_location: Value = None, weights_only: bool | None = None) -> Value:
         check_file(path)
         if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
         # With Lightning's default, a function, torch cannot load tensor subclasses.
-        where: Any = "cpu" if map_location is None else map_location
+        where: Value = "cpu" if map_location is None else map_location
         return super().load_checkpoint(path, where, weights_only=weights_only)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return make, (lightning_of(self).name,), self.__dict__

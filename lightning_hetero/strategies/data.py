@@ -29,7 +29,6 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
@@ -37,18 +36,19 @@ from torch.utils.data import BatchSampler
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import loader_state
 from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.untyped import Loader, Options, Trainer, Value
 
 _MOMENTS = 16
 _BEGIN = -1  # the position of a moment before the iterator is made
 _MISSING = "the store's record of the training data is not one of this version"
 
 
-RandomStates = dict[str, Any]  # of torch, Python, and NumPy and CUDA if they are there
+RandomStates = Options  # of torch, Python, and NumPy and CUDA if they are there
 
 
 def random_state() -> RandomStates:
     """The states of the global random generators."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
+    state: RandomStates = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
     if torch.cuda.is_available():
@@ -88,40 +88,40 @@ class _Moment:
     """Random generators before an iterator was made, or before it gave a batch."""
 
     at: int  # batches given before, or `_BEGIN`
-    random: dict[str, Any]
-    generators: dict[str, Any]
+    random: RandomStates
+    generators: Options
     drawn_by: set[int]  # the dataloaders that have drawn from them since
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {"at": self.at, "random": self.random, "generators": self.generators, "drawn_by": sorted(self.drawn_by)}
 
 
 class TrainingData:
     """Follows the iterator of one fit's training data; warns of what cannot be replayed."""
 
-    def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
+    def __init__(self, trainer: Trainer, warn: Callable[[str], None]) -> None:
         self._trainer, self._warn = trainer, warn
         self._stateful_type = lightning_of(trainer).module("loops.training_epoch_loop")._Stateful
-        self._made: list[Any] = []  # dataloaders whose iterator is made next
+        self._made: list[Loader] = []  # dataloaders whose iterator is made next
         self._started: _Moment | None = None  # persistent workers were started
         self._moments: list[_Moment] = []
         self._loader_state = loader_state.LoaderState(())
-        self._memory: dict[str, Any] = {}
-        self._generators: dict[str, Any] = {}
-        self._loaders: list[dict[str, Any]] = []
+        self._memory: Options = {}
+        self._generators: Options = {}
+        self._loaders: list[Options] = []
         self._samplers_know_epoch = False
         self._drawn = self._calls = 0
         self._is_lost = False
         # Of the latest batch:
         self._latest: _Moment | None = None
-        self._after: dict[str, Any] | None = None  # while batches can be replayed from the last moment
-        self._states: list[Any] | None = None
+        self._after: RandomStates | None = None  # while batches can be replayed from the last moment
+        self._states: list[Value] | None = None
         self._iterators: list[int] = []  # ids; references would keep the workers alive
         self._is_settled = False
 
     # ---- Lightning's hooks -------------------------------------------------------------------
 
-    def loader_made(self, loader: Any) -> None:
+    def loader_made(self, loader: Loader) -> None:
         """A training dataloader was made. The iterator over all of them is made next."""
         self._made.append(loader)
         self._loader_state, self._generators = loader_state.LoaderState(self._made), loader_state.generators(self._made)
@@ -141,7 +141,7 @@ class TrainingData:
         self._follow(fetcher)
         self._drawn = fetcher.fetched  # more than were used, if the length is not known
 
-    def _follow(self, fetcher: Any) -> None:
+    def _follow(self, fetcher: Loader) -> None:
         followed = fetcher._combined_loader
         if not isinstance(followed, _Followed):
             followed = fetcher._combined_loader = _Followed(followed, self)
@@ -160,7 +160,7 @@ class TrainingData:
     def _moment(self, at: int) -> _Moment:
         return _Moment(at, random_state(), loader_state.take_generators(self._generators), set())
 
-    def _begin(self, combined: Any) -> None:
+    def _begin(self, combined: Loader) -> None:
         """An iterator is made next."""
         self._memory = self._loader_state.take(self._warn)
         self._moments = [self._moment(_BEGIN)]
@@ -171,7 +171,7 @@ class TrainingData:
         self._is_lost = self._is_settled = False
         self._latest = self._after = self._states = None
 
-    def make(self, combined: Any) -> None:
+    def make(self, combined: Loader) -> None:
         """Makes the iterator."""
         self._begin(combined)
         iter(combined)
@@ -179,7 +179,7 @@ class TrainingData:
         self._after = random_state()
         self._settle(combined)
 
-    def draw(self, combined: Any) -> Any:
+    def draw(self, combined: Loader) -> Value:
         """The iterator's next batch.
 
         Raises:
@@ -208,7 +208,7 @@ class TrainingData:
         self._settle(combined)
         return batch
 
-    def _look(self, combined: Any, *, changed: bool = False) -> set[int]:
+    def _look(self, combined: Loader, *, changed: bool = False) -> set[int]:
         """Dataloaders that have used the global generators, or begun again, since the last call.
 
         If the generators have ``changed``, dataloaders without indices may have used them.
@@ -236,7 +236,7 @@ class TrainingData:
         fetcher = self._trainer.fit_loop._data_fetcher
         return fetcher is not None and (fetcher.length is None or hasattr(fetcher, "_batch"))
 
-    def _settle(self, combined: Any) -> None:
+    def _settle(self, combined: Loader) -> None:
         """Finds whether no later batch can need a moment, or whether there are too many moments."""
         if len(self._moments) > _MOMENTS:
             self._is_lost = True
@@ -253,7 +253,7 @@ class TrainingData:
 
     # ---- records -----------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The record's entry as a training batch ends."""
         fetcher = self._trainer.fit_loop._data_fetcher
         loop = self._trainer.fit_loop
@@ -282,14 +282,14 @@ class TrainingData:
             "reloaded": [_epoch(loop._last_train_dl_reload_epoch), _epoch(loop.epoch_loop.val_loop._last_val_dl_reload_epoch)],
         }
 
-    def loader_states(self, states: list[Any]) -> list[Any]:
+    def loader_states(self, states: list[Value]) -> list[Value]:
         """States of dataloaders that offer one, from before the batches that Lightning holds."""
         fetcher = self._trainer.fit_loop._data_fetcher
         return states if self._states is None or not getattr(fetcher, "batches", ()) else self._states
 
     # ---- resumes -----------------------------------------------------------------------------
 
-    def go_on(self, data: dict[str, Any], ready: int) -> None:
+    def go_on(self, data: Options, ready: int) -> None:
         """Restores the position of a record.
 
         Raises:
@@ -315,7 +315,7 @@ class TrainingData:
             self._warn(
                 "samples of this epoch were chosen with global random numbers that are not kept; training goes on with others"
             )
-        batches: list[Any] = []
+        batches: list[Value] = []
         if not all(isinstance(loader, self._stateful_type) for loader in combined.flattened):
             batches = self._replay(combined, moments, started, drawn, held)
             loader_state.set_generators(self._generators, now)  # others may have used them too
@@ -330,7 +330,7 @@ class TrainingData:
         if started is not None:
             self._started = started
 
-    def _compare(self, kept: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    def _compare(self, kept: list[Options], now: list[Options]) -> None:
         """Warns if an epoch continues with other data."""
         changed = [f"number of dataloaders {len(kept)} -> {len(now)}"] if len(kept) != len(now) else []
         for number, (before, after) in enumerate(zip(kept, now, strict=False)):
@@ -343,7 +343,7 @@ class TrainingData:
                 f"whole. To finish the epoch as it began, resume with the data of the store"
             )
 
-    def _replay(self, combined: Any, moments: list[_Moment], started: _Moment | None, drawn: int, held: int) -> list[Any]:
+    def _replay(self, combined: Loader, moments: list[_Moment], started: _Moment | None, drawn: int, held: int) -> list[Value]:
         shut_down = lightning_of(self._trainer).module("utilities.combined_loader")._shutdown_workers_and_reset_iterator
         made = combined._iterator.iterators
         stateful = {n: made[n] for n, loader in enumerate(combined.flattened) if isinstance(loader, self._stateful_type)}
@@ -374,7 +374,9 @@ class TrainingData:
         combined._iterator.iterables = combined.flattened
         return batches
 
-    def _draw_again(self, combined: Any, stateful: dict[int, Any], moments: list[_Moment], drawn: int, held: int) -> list[Any]:
+    def _draw_again(
+        self, combined: Loader, stateful: dict[int, Value], moments: list[_Moment], drawn: int, held: int
+    ) -> list[Value]:
         """Makes the iterator, draws the batches that it had given, and returns the last ones."""
         if self._samplers_know_epoch:
             set_sampler_epoch(self._trainer)
@@ -384,7 +386,7 @@ class TrainingData:
         if not self._samplers_know_epoch:
             set_sampler_epoch(self._trainer)
         at = {moment.at: moment for moment in moments[1:]}
-        batches: list[Any] = []
+        batches: list[Value] = []
         for number in range(drawn):
             if number in at:
                 self._set(at[number])
@@ -399,7 +401,7 @@ class TrainingData:
         set_random_state(moment.random)
 
 
-def set_sampler_epoch(trainer: Any) -> None:
+def set_sampler_epoch(trainer: Trainer) -> None:
     """Tells samplers the epoch before an iterator may read ahead, earlier than Lightning does."""
     loop = trainer.fit_loop
     set_epoch = lightning_of(trainer).module("loops.fit_loop")._set_sampler_epoch
@@ -407,7 +409,7 @@ def set_sampler_epoch(trainer: Any) -> None:
         set_epoch(loader, loop.epoch_progress.current.processed)
 
 
-def validation_state(trainer: Any) -> dict[str, Any] | None:
+def validation_state(trainer: Trainer) -> dict[str, object] | None:
     """The record's entry of validation's dataloaders; ``None`` before the first validation."""
     loader = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     if loader is None:
@@ -416,7 +418,7 @@ def validation_state(trainer: Any) -> dict[str, Any] | None:
     return {"generators": loader_state.take_generators(loader_state.generators(loader.flattened)), "started": started}
 
 
-def restore_validation(trainer: Any, state: dict[str, Any]) -> None:
+def restore_validation(trainer: Trainer, state: Options) -> None:
     """Restores validation's dataloaders to the result of :func:`validation_state`.
 
     Persistent workers are started now. Otherwise the next validation would draw a base seed for
@@ -451,20 +453,20 @@ class _EndedError(ConfigError):
 class _Followed:
     """Replaces Lightning's combined loader, and counts the batches that it gives."""
 
-    def __init__(self, loader: Any, data: TrainingData) -> None:
+    def __init__(self, loader: Loader, data: TrainingData) -> None:
         self.loader, self._data = loader, data
 
     def __iter__(self) -> _Followed:
         self._data.make(self.loader)
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Value:
         return self._data.draw(self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         return getattr(self.loader, name)
 
 
@@ -474,14 +476,14 @@ class _Indices:
     A simple sampler uses them with its first sample, or never.
     """
 
-    def __init__(self, indices: Iterator[Any], *, is_simple: bool) -> None:
+    def __init__(self, indices: Iterator[object], *, is_simple: bool) -> None:
         self._indices, self._is_simple = indices, is_simple
         self._drew = self.is_done = False
 
     def __iter__(self) -> _Indices:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Value:
         if self.is_done:
             return next(self._indices)
         before = random_state()
@@ -500,14 +502,14 @@ class _Indices:
 class _Given:
     """Replaces a dataloader that its own state has restored, while others are replayed."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[object]) -> None:
         self.iterator = iterator
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return itertools.repeat(None)
 
 
-def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
+def _iterate(combined: Loader, stateful: dict[int, Value]) -> None:
     """Makes the iterators of all dataloaders except the stateful ones."""
     loaders = combined._flattened
     combined._flattened = [_Given(stateful[n]) if n in stateful else loader for n, loader in enumerate(loaders)]
@@ -517,7 +519,7 @@ def _iterate(combined: Any, stateful: dict[int, Any]) -> None:
         combined._flattened = loaders
 
 
-def _indices(iterator: Any) -> Any:
+def _indices(iterator: object) -> Value:
     """The indices that choose the samples of a torch dataloader's iterator, if any do."""
     from torch.utils.data import _DatasetKind
 
@@ -526,7 +528,7 @@ def _indices(iterator: Any) -> Any:
     return getattr(iterator, "_sampler_iter", None)
 
 
-def _is_simple(loader: Any) -> bool:
+def _is_simple(loader: Loader) -> bool:
     """Whether its samplers are torch's own, which draw only with the first sample."""
     samplers = [loader.sampler, loader.batch_sampler]
     if isinstance(loader.batch_sampler, BatchSampler):
@@ -535,7 +537,7 @@ def _is_simple(loader: Any) -> bool:
     return all(sampler is None or type(sampler).__module__ in own for sampler in samplers)
 
 
-def _name(loader: Any) -> str:
+def _name(loader: Loader) -> str:
     for part in ("batch_sampler", "sampler", "dataset"):
         value = getattr(loader, part, None)
         if value is not None and not type(value).__module__.startswith("torch."):

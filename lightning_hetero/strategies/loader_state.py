@@ -20,13 +20,13 @@ import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.encoding import dumps
+from lightning_hetero.untyped import Options, Value
 
 _WORDS = 625  # of Python's generator: 624 and an index
 _DEPTH, _OBJECTS, _ITEMS = 6, 2000, 64  # limits of the search for generators
@@ -39,7 +39,7 @@ _NOT_LOOKED_INTO = ("builtins", "torch", "numpy", "lightning", "pytorch_lightnin
 # ---- description of a dataloader -------------------------------------------------------------
 
 
-def described(loaders: Iterable[Any]) -> list[dict[str, Any]]:
+def described(loaders: Iterable[object]) -> list[dict[str, object]]:
     """For each dataloader, what decides the samples of an epoch's batches; ``None`` if unknown."""
     rows = []
     for loader in loaders:
@@ -58,31 +58,31 @@ def described(loaders: Iterable[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _length(value: Any) -> int | None:
+def _length(value: Value) -> int | None:
     try:
         return len(value)
     except (TypeError, NotImplementedError, AttributeError):
         return None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value if value is None or isinstance(value, _PLAIN) else str(value)
 
 
-def _class_name(value: Any) -> str | None:
+def _class_name(value: object) -> str | None:
     return None if value is None else type(value).__qualname__
 
 
 # ---- generators ------------------------------------------------------------------------------
 
 
-def python_state(generator: Any) -> list[Any]:
+def python_state(generator: Value) -> list[Value]:
     """The state of one of Python's generators, or of the ``random`` module."""
     version, words, gauss = generator.getstate()
     return [version, struct.pack(f"<{_WORDS}I", *words), gauss]
 
 
-def set_python_state(generator: Any, state: list[Any]) -> None:
+def set_python_state(generator: Value, state: list[Value]) -> None:
     """Sets the result of :func:`python_state`."""
     version, words, gauss = state
     generator.setstate((version, struct.unpack(f"<{_WORDS}I", words), gauss))
@@ -93,19 +93,19 @@ def _numpy_types() -> tuple[type, ...]:
     return () if numpy is None else (numpy.Generator, numpy.RandomState)
 
 
-def _is_generator(value: Any) -> bool:
+def _is_generator(value: object) -> bool:
     python = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
     return python or isinstance(value, (torch.Generator, *_numpy_types()))
 
 
-def _is_global(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy.random")
+def _is_global(value: object) -> bool:
+    numpy: Value = sys.modules.get("numpy.random")
     shared = [torch.default_generator, getattr(random, "_inst", None)]
     shared += [] if numpy is None else [getattr(numpy.mtrand, "_rand", None)]
     return any(value is one for one in shared)
 
 
-def _take(generator: Any) -> Any:
+def _take(generator: Value) -> Value:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -115,7 +115,7 @@ def _take(generator: Any) -> Any:
     return generator.get_state(legacy=False)
 
 
-def _set(generator: Any, state: Any) -> None:
+def _set(generator: Value, state: Value) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):
@@ -126,9 +126,9 @@ def _set(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def generators(loaders: Iterable[Any]) -> dict[str, Any]:
+def generators(loaders: Iterable[object]) -> Options:
     """The dataloaders' generators besides the global ones, by the place where they were found."""
-    found: dict[str, Any] = {}
+    found: Options = {}
     seen: set[int] = set()
     for name, value, _ in _objects(loaders):
         if _is_generator(value) and not _is_global(value) and id(value) not in seen:
@@ -137,12 +137,12 @@ def generators(loaders: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
-def take_generators(found: Mapping[str, Any]) -> dict[str, Any]:
+def take_generators(found: Mapping[str, Value]) -> Options:
     """The states of generators, by their names."""
     return {name: _take(generator) for name, generator in found.items()}
 
 
-def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+def set_generators(found: Mapping[str, Value], states: Mapping[str, Value]) -> None:
     """Sets the result of :func:`take_generators`.
 
     Raises:
@@ -167,8 +167,8 @@ def set_generators(found: Mapping[str, Any], states: Mapping[str, Any]) -> None:
 class LoaderState:
     """State of samplers and datasets, except generators; made before the first iterator."""
 
-    def __init__(self, loaders: Iterable[Any]) -> None:
-        self._stateful: dict[str, Any] = {}
+    def __init__(self, loaders: Iterable[object]) -> None:
+        self._stateful: Options = {}
         self._others: dict[str, _Object] = {}
         for name, value, role in _objects(loaders):
             if role and not _is_generator(value) and _is_looked_into(value):
@@ -178,7 +178,7 @@ class LoaderState:
                     self._others[name] = _Object(value, is_sampler=role == "sampler")
         self._made = {name: copy.deepcopy(value.state_dict()) for name, value in self._stateful.items()}
 
-    def take(self, warn: Callable[[str], None]) -> dict[str, Any]:
+    def take(self, warn: Callable[[str], None]) -> Options:
         """The record's entry before an iterator is made. Warns of state that is not in it."""
         states = {}
         for name, value in self._stateful.items():
@@ -201,7 +201,7 @@ class LoaderState:
                 )
         return {"states": states, "attributes": changed}
 
-    def set(self, memory: Mapping[str, Any]) -> None:
+    def set(self, memory: Mapping[str, Value]) -> None:
         """Sets the result of :meth:`take`.
 
         Raises:
@@ -211,7 +211,7 @@ class LoaderState:
             self._find(name, self._stateful).load_state_dict(state)
         self.set_attributes(memory)
 
-    def set_attributes(self, memory: Mapping[str, Any]) -> None:
+    def set_attributes(self, memory: Mapping[str, Value]) -> None:
         """Sets only the attributes."""
         for name, attributes in memory["attributes"].items():
             vars(self._find(name, self._others).value).update(attributes)
@@ -223,7 +223,7 @@ class LoaderState:
         return bool(self._made)
 
     @staticmethod
-    def _find(name: str, among: dict[str, Any]) -> Any:
+    def _find(name: str, among: Options) -> Value:
         if name not in among:
             raise ConfigError(
                 f"the store has the state of {name}, which these dataloaders do not have. Resume with the dataloaders that "
@@ -232,7 +232,7 @@ class LoaderState:
         return among[name]
 
 
-def _has_state(value: Any) -> bool:
+def _has_state(value: object) -> bool:
     both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
     return both and not isinstance(value, torch.nn.Module)
 
@@ -243,16 +243,16 @@ class _Object:
     All plain attributes of a sampler are carried. Of a dataset only ``set_epoch``'s epoch is.
     """
 
-    def __init__(self, value: Any, *, is_sampler: bool) -> None:
+    def __init__(self, value: Value, *, is_sampler: bool) -> None:
         self.value, self._is_sampler = value, is_sampler
         self._first, self._prints = self._carried(), self._fingerprints()
 
-    def _carried(self) -> dict[str, Any]:
+    def _carried(self) -> Options:
         told = callable(getattr(self.value, "set_epoch", None))
         found = {key: v for key, v in vars(self.value).items() if v is None or type(v) in _PLAIN}
         return found if self._is_sampler else {key: found[key] for key in _EPOCHS if told and key in found}
 
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> Options:
         """The attributes that a resume sets."""
         return {key: v for key, v in self._carried().items() if key not in self._first or self._first[key] != v}
 
@@ -261,9 +261,9 @@ class _Object:
         now, before = self._fingerprints(), self._prints
         return sorted(k for k in now.keys() & before.keys() if now[k][:2] == before[k][:2] and now[k][2] != before[k][2])
 
-    def _fingerprints(self) -> dict[str, tuple[Any, ...]]:
+    def _fingerprints(self) -> dict[str, tuple[type, int, object]]:
         """Type, length and some content of each number and each sequence of numbers or strings."""
-        prints: dict[str, tuple[Any, ...]] = {}
+        prints: dict[str, tuple[type, int, object]] = {}
         carried = self._carried()
         for key, v in vars(self.value).items():
             if type(v) in (int, float) and key not in carried:
@@ -276,7 +276,7 @@ class _Object:
         return prints
 
 
-def _items(value: Any) -> Any:
+def _items(value: Value) -> Value:
     if isinstance(value, list):
         return value
     if isinstance(value, torch.Tensor):
@@ -287,14 +287,14 @@ def _items(value: Any) -> Any:
     return None
 
 
-def _number(value: Any) -> Any:
+def _number(value: Value) -> Value:
     """The number in a tensor or array of one element; any other value unchanged."""
     numpy = sys.modules.get("numpy")
     arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.generic, numpy.ndarray)
     return value.item() if isinstance(value, arrays) and value.ndim == 0 else value
 
 
-def early_warnings(loaders: Iterable[Any]) -> list[str]:
+def early_warnings(loaders: Iterable[object]) -> list[str]:
     """Warnings about training dataloaders before they are iterated."""
     found = []
     for loader in loaders:
@@ -322,7 +322,7 @@ def early_warnings(loaders: Iterable[Any]) -> list[str]:
     return found
 
 
-def has_persistent_workers(loader: Any) -> bool:
+def has_persistent_workers(loader: object) -> bool:
     """Whether a dataloader keeps its workers from one epoch to the next."""
     return isinstance(loader, DataLoader) and loader.persistent_workers and loader.num_workers > 0
 
@@ -330,7 +330,7 @@ def has_persistent_workers(loader: Any) -> bool:
 # ---- the search ---------------------------------------------------------------------------
 
 
-def _objects(loaders: Iterable[Any]) -> Iterator[tuple[str, Any, str]]:
+def _objects(loaders: Iterable[object]) -> Iterator[tuple[str, Value, str]]:
     """All objects of dataloaders that may have state: place, object and role.
 
     The role is ``"sampler"``, ``"data"``, or empty for objects that torch makes.
@@ -349,7 +349,7 @@ def _objects(loaders: Iterable[Any]) -> Iterator[tuple[str, Any, str]]:
             yield from _walk(loader, f"{at}loader", "data", seen, 0)
 
 
-def _walk(value: Any, name: str, role: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any, str]]:
+def _walk(value: object, name: str, role: str, seen: set[int], depth: int) -> Iterator[tuple[str, object, str]]:
     if value is None or type(value) in _PLAIN or id(value) in seen or len(seen) > _OBJECTS or depth > _DEPTH:
         return
     seen.add(id(value))
@@ -362,7 +362,7 @@ def _walk(value: Any, name: str, role: str, seen: set[int], depth: int) -> Itera
         yield from _walk(inner, f"{name}{key}", role, seen, depth + 1)
 
 
-def _inner(value: Any) -> Iterator[tuple[str, Any]]:
+def _inner(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict | list | tuple):
         if len(value) <= _ITEMS:
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -381,7 +381,7 @@ def _inner(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{key}", inner) for key, inner in list(vars(value).items()))
 
 
-def _is_looked_into(value: Any) -> bool:
+def _is_looked_into(value: object) -> bool:
     if isinstance(value, types.ModuleType | type | torch.Tensor | torch.nn.Module) or not hasattr(value, "__dict__"):
         return False
     module = type(value).__module__ or ""

@@ -24,12 +24,16 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.untyped import Options
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,11 @@ class ModelChanges:
     """The changes since a fit began."""
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], found: dict[str, Any] | None, schedulers: Sequence[Any] = ()
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        found: Options | None,
+        schedulers: Sequence[LRSchedulerConfig] = (),
     ) -> None:
         self._params = list(module.parameters())
         self._numbers = {id(param): number for number, param in enumerate(self._params)}
@@ -55,18 +63,18 @@ class ModelChanges:
         self._made, self._trains, self._modes = self._ids(), self._trains_now(), self._modes_now()
         self._groups = self._groups_now()
         described = [_described(*row) for row in zip(optimizers, self._groups, strict=True)]
-        self._made_as: dict[str, Any] = {"model": _digest(module), "optimizers": described}
+        self._made_as: Options = {"model": _digest(module), "optimizers": described}
         self._made_as["schedulers"] = [_scheduled(config) for config in schedulers]
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # absent in old stores
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> dict[str, object]:
         """The record's entry; ``None`` for a kind without changes.
 
         Raises:
             ConfigError: An optimizer has parameters that the model lacks.
         """
-        changes: dict[str, Any] = {"groups": None, "frozen": None, "modes": {}, "made": self._made_as}
+        changes: Options = {"groups": None, "frozen": None, "modes": {}, "made": self._made_as}
         if self._ids() != self._made:  # quick, because every step comes here
             groups = self._groups_now()
             if any(-1 in group for of_one in groups for group in of_one):
@@ -99,7 +107,7 @@ class ModelChanges:
         if (schedulers := made.get("schedulers")) is not None:  # absent in old stores
             self._check_schedulers(schedulers)
 
-    def _check_schedulers(self, kept: list[dict[str, Any]]) -> None:
+    def _check_schedulers(self, kept: list[Options]) -> None:
         ours = self._made_as["schedulers"]
         mine, theirs = (", ".join(row["name"] for row in rows) or "none" for rows in (ours, kept))
         if mine != theirs:
@@ -114,7 +122,7 @@ class ModelChanges:
                     now["name"], key, now[key], key, before.get(key),
                 )  # fmt: skip
 
-    def _difference(self, mine: dict[str, Any], kept: dict[str, Any]) -> str:
+    def _difference(self, mine: Options, kept: Options) -> str:
         name = mine["name"]
         if name != kept["name"]:
             return f"the optimizer is {name}, the store's {kept['name']}"
@@ -219,12 +227,12 @@ class ModelChanges:
     def _trains_now(self) -> list[bool]:
         return [param.requires_grad for param in self._params]
 
-    def _modes_now(self) -> list[tuple[Any, Any]]:
+    def _modes_now(self) -> list[tuple[object, object]]:
         training, statistics = _MODES
         return [(of_one.get(training), of_one.get(statistics)) for of_one in self._attributes]
 
 
-def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
+def _described(optimizer: Optimizer, groups: list[list[int]]) -> Options:
     """The properties in which optimizers must agree."""
     kind = type(optimizer)
     name = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.optim") else kind.__qualname__
@@ -236,13 +244,13 @@ def _described(optimizer: Optimizer, groups: list[list[int]]) -> dict[str, Any]:
     return {"name": name, "options": options, "params": groups}
 
 
-def _scheduled(config: Any) -> dict[str, Any]:
+def _scheduled(config: LRSchedulerConfig) -> Options:
     """The properties in which schedulers must agree, and when Lightning steps it."""
     said = {"interval": str(config.interval), "frequency": int(config.frequency), "monitor": config.monitor}
     return {"name": _scheduler_name(config.scheduler), **said}
 
 
-def _scheduler_name(scheduler: Any) -> str:
+def _scheduler_name(scheduler: object) -> str:
     inner = getattr(scheduler, "_schedulers", None)  # of SequentialLR and ChainedScheduler
     names = f"({', '.join(map(_scheduler_name, inner))})" if isinstance(inner, list | tuple) else ""
     return type(scheduler).__qualname__ + names

@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.untyped import Value
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -77,7 +78,7 @@ class Lightning:
 
 
 NAMESPACES = tuple(map(Lightning, _FABRIC))
-_made: dict[tuple[str, str], Any] = {}  # classes by home and name
+_made: dict[tuple[str, str], Value] = {}  # classes by home and name
 _known: dict[type[object], Lightning] = {}
 
 

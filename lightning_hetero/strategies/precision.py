@@ -12,7 +12,7 @@ replaced: then all updates follow the verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.untyped import Function
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -60,7 +61,7 @@ class _Around(partial[object]):
         return (getattr, (owner, inner.__name__)) if owner is not None else (partial, (inner,))
 
 
-def around(plugin: Precision, name: str, ours: Callable[..., object]) -> Callable[..., object]:
+def around(plugin: Precision, name: str, ours: Function) -> Function:
     """A replacement of a plugin's method: ``ours``, whose first argument is that method."""
     return _Around(ours, getattr(plugin, name))
 
@@ -77,8 +78,8 @@ class PrecisionHooks:
         self,
         plugin: Precision,
         *,
-        backward: Callable[..., object],
-        optimizer_step: Callable[..., object],
+        backward: Function,
+        optimizer_step: Function,
         speculates: Executor | None,
     ) -> None:
         self._plugin, self._executor = plugin, speculates

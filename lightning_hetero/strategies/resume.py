@@ -8,7 +8,7 @@ import shlex
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,7 @@ from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.stored_model import has_lost_records
 from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.untyped import Options, Trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-State = dict[str, Any]  # a training state or a checkpoint: its values are Lightning's and the user's
+State = Options  # a training state or a checkpoint: its values are Lightning's and the user's
 
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -204,7 +205,7 @@ def load_buffers(module: pl.LightningModule, buffers: dict[str, torch.Tensor]) -
             owner._buffers[key] = value
 
 
-def go_on(trainer: Any, state: State, data: TrainingData) -> None:
+def go_on(trainer: Trainer, state: State, data: TrainingData) -> None:
     """Restores loops, data and random generators to the end of the last batch.
 
     Called after all ``on_train_start`` hooks, when Lightning has restored the loops' progress.
@@ -227,7 +228,7 @@ def go_on(trainer: Any, state: State, data: TrainingData) -> None:
         ) from error
 
 
-def _begin_averaging(trainer: Any) -> None:
+def _begin_averaging(trainer: Trainer) -> None:
     """Lets callbacks that average weights make their scheduler, as they do when an epoch begins."""
     averaging = lightning_of(trainer).module("callbacks").StochasticWeightAveraging
     if trainer.fit_loop.restarted_mid_epoch:
@@ -236,7 +237,7 @@ def _begin_averaging(trainer: Any) -> None:
                 callback.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
-def end_batch(trainer: Any) -> None:
+def end_batch(trainer: Trainer) -> None:
     """Makes Lightning's loops continue with what was due after the batch."""
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop

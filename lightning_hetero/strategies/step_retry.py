@@ -40,6 +40,7 @@ from lightning_hetero.strategies.batch_state import ChangingBuffers, MetricState
 from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.units import MIB
+from lightning_hetero.untyped import Function
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +53,7 @@ _SLACK_BYTES = 32 * MIB  # smaller differences do not count: gradients on their 
 
 OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
 
-_eager: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
+_eager: Callable[[Function], Function] = torch.compiler.disable
 
 log = logging.getLogger(__name__)
 
@@ -363,7 +364,7 @@ class _Log:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._logged = _Logged()  # of the batch under way
-        self._log: Callable[..., None] = module.log
+        self._log: Function = module.log
         self._calls = 0  # of the current attempt
 
     @contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.strategies.data import TrainingData, random_state, validation_state
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.untyped import Function, Options, Trainer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 class TrainingState:
     """Takes the state of one fit."""
 
-    def __init__(self, trainer: Any, changes: ModelChanges) -> None:
+    def __init__(self, trainer: Trainer, changes: ModelChanges) -> None:
         self._trainer, self.changes = trainer, changes
         self._lightning = lightning_of(trainer)
         self._calls = self._lightning.module("trainer.call")
@@ -172,7 +173,7 @@ def call_after(patches: Patches, module: pl.LightningModule, name: str, then: Ca
 
     Lightning runs the module's hook after those of all callbacks, and has no later hook.
     """
-    hook: Callable[..., object] = getattr(module, name)
+    hook: Function = getattr(module, name)
 
     @functools.wraps(hook)
     def wrapped(*args: object, **kwargs: object) -> object:
@@ -183,7 +184,7 @@ def call_after(patches: Patches, module: pl.LightningModule, name: str, then: Ca
     patches.replace(module, name, wrapped)
 
 
-def after_batch(loops: dict[str, Any]) -> dict[str, Any]:
+def after_batch(loops: Options) -> Options:
     """The loops' state with the batch counted as completed; Lightning does so after the hooks."""
     progress = loops["epoch_loop.batch_progress"]
     counts = {key: {**progress[key], "completed": progress[key]["completed"] + 1} for key in ("total", "current")}

@@ -26,7 +26,6 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.runtime.activations.names import has_storage, leaves
@@ -35,6 +34,7 @@ from lightning_hetero.runtime.activations.saved import Layout
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.raw_memory import tensor_at
+from lightning_hetero.untyped import Operator
 
 SMALL_BYTES = 4096
 """Smaller casts stay: following them costs more than they take."""
@@ -230,7 +230,7 @@ class _Watch(OperatorMode):
         self._last: object = None  # the result of the last operator, if that took a cast
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if self._last is not None:
             self.finish()

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage, leaves
 from lightning_hetero.runtime.activations.saved import Layout, SavedTensor
+from lightning_hetero.untyped import Operator
 
 _ATEN = torch.ops.aten
 _OURS = frozenset({_ATEN.detach.default, _ATEN.alias.default})  # hooks call them too
@@ -118,7 +118,7 @@ class Output:
 class ForwardRecord:
     """The operators of one forward in order, and those that a recomputation may skip."""
 
-    order: list[OpOverload] = field(default_factory=list)
+    order: list[Operator] = field(default_factory=list)
     spared: dict[int, Ran] = field(default_factory=dict)
 
 
@@ -155,7 +155,7 @@ class Watch(OperatorMode):
         return made if made is not None and made.storage() is storage else None
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         out = func(*args, **(kwargs or {}))
         if func in _OURS or not self._inside():
@@ -185,7 +185,7 @@ class Watch(OperatorMode):
         storage = leaf.untyped_storage()
         return storage._cdata not in known and self.of(storage) is None
 
-    def _may_spare(self, func: OpOverload, name: str) -> bool:
+    def _may_spare(self, func: Operator, name: str) -> bool:
         return self._policy(name) is not Saved.RECOMPUTE and func not in _NEVER_SPARED and not func._schema.is_mutable
 
 
@@ -197,7 +197,7 @@ class Spare(OperatorMode):
         self._record, self._inside, self._place, self._astray = record, inside, 0, False
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if self._astray or func in _OURS or not self._inside():
             return func(*args, **(kwargs or {}))
@@ -224,6 +224,6 @@ def _replaced(tree: object, change: Callable[[object], object]) -> object:
     return change(tree)
 
 
-def _is_random(func: OpOverload) -> bool:
+def _is_random(func: Operator) -> bool:
     """Operators of other libraries do not say whether they are."""
     return torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten"

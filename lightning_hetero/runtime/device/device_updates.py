@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import STATE, spans, writes_of
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import tensor_at
+from lightning_hetero.untyped import Function
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
 
@@ -184,7 +184,7 @@ class DeviceUpdates:
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
         params, exp_avgs, exp_avg_sqs = ([array[start : start + g.numel()] for start, g in chunk] for array in arrays)
-        fused: Any = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
+        fused: Function = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
         step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # needs no copy
         fused(
             params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(chunk), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import Ticket
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.untyped import Operator, Options, Value, Values
 
 
 @dataclass(eq=False, slots=True)
@@ -89,9 +89,9 @@ class HostGradient(OffloadedTensor):
     source: GradientSource
 
     @classmethod
-    def _act(cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def _act(cls, func: Operator, types: Sequence[type], args: Values = (), kwargs: Options | None = None) -> Value:
         aten = torch.ops.aten
-        first: Any = args[0] if args else None
+        first: Value = args[0] if args else None
         some = list(first) if isinstance(first, (list, tuple)) else [first]
         plain = not kwargs and not any(isinstance(a, OffloadedTensor) for a in args[1:])
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -112,11 +112,11 @@ class HostGradient(OffloadedTensor):
                 return first
         return OffloadedTensor.__torch_dispatch__(func, types, args, kwargs)
 
-    __torch_dispatch__: Any = _act
+    __torch_dispatch__: Value = _act
 
 
 @cache
-def _host_functions() -> frozenset[Any]:
+def _host_functions() -> frozenset[Operator]:
     """In-place functions of clipping, averaging and ``zero_grad``, for one and for many."""
     aten = torch.ops.aten
     of_one = [aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.zero_.default, aten.clamp_.default]

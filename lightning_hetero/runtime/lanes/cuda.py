@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +32,13 @@ from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.runtime.lanes.base import Event, Moment
 from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
-from lightning_hetero.runtime.lanes.op import QueuedOp
+from lightning_hetero.runtime.lanes.op import QueuedOp, Stream, StreamEvent
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
+from lightning_hetero.untyped import Value
 
 _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
 _PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
@@ -67,7 +67,7 @@ class CudaLanes(Lanes):
         poison: bool = False,
         staging_bytes: int = 16 * MIB,
         host_room: Callable[[], int] = available_memory_bytes,
-        cuda: Any = torch.cuda,
+        cuda: Value = torch.cuda,
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -75,10 +75,10 @@ class CudaLanes(Lanes):
         self._cuda = cuda
         self._timed = False
         self._peak_bytes = 0
-        self._origin: tuple[Any, float] | None = None  # a timed event, and when it was on the host's clock
+        self._origin: tuple[Value, float] | None = None  # a timed event, and when it was on the host's clock
         _forget_peak(device)
         super().__init__(device, _set_aside(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
-        self._streams: dict[Lane, Any] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
+        self._streams: dict[Lane, Stream] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
         self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
         self._scratch = torch.empty(1, dtype=torch.uint8, device=device)
         self._holding: dict[Lane, deque[QueuedOp]] = {lane: deque() for lane in self._streams}
@@ -131,7 +131,7 @@ class CudaLanes(Lanes):
                 # d2h -> compute: torch may reuse the device memory from here on
                 event.keep = [t for t in event.keep if t.is_cpu]
 
-    def _order(self, stream: Any, event: Event) -> None:
+    def _order(self, stream: Stream, event: Event) -> None:
         """The stream waits for the event before all later work."""
         if isinstance(event, QueuedOp):
             event.issued()
@@ -140,11 +140,12 @@ class CudaLanes(Lanes):
         elif event.moment is not None:
             stream.wait_event(event.moment)
 
-    def _compute_stream(self) -> Any:
-        return self._cuda.current_stream(self.device)
+    def _compute_stream(self) -> Stream:
+        stream: Stream = self._cuda.current_stream(self.device)
+        return stream
 
-    def _record(self, stream: Any, *, timed: bool = False) -> Any:
-        event = self._cuda.Event(enable_timing=timed, blocking=True)
+    def _record(self, stream: Stream, *, timed: bool = False) -> StreamEvent:
+        event: StreamEvent = self._cuda.Event(enable_timing=timed, blocking=True)
         event.record(stream)
         return event
 
@@ -162,7 +163,7 @@ class CudaLanes(Lanes):
         with self._named(queued.op):
             return self._run(queued)
 
-    def _on_stream(self, queued: QueuedOp, stream: Any) -> Iterable[Ticket]:
+    def _on_stream(self, queued: QueuedOp, stream: Stream) -> Iterable[Ticket]:
         for event in queued.after:
             self._order(stream, event)
         timed = self._timed
@@ -177,10 +178,10 @@ class CudaLanes(Lanes):
             if start is not None:
                 queued.stream_times = partial(self._times, start, queued.moment)
 
-    def _times(self, start: Any, end: Any) -> tuple[float, float]:
+    def _times(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
         return self._on_host_clock(start), self._on_host_clock(end)
 
-    def _on_host_clock(self, event: Any) -> float:
+    def _on_host_clock(self, event: StreamEvent) -> float:
         assert self._origin is not None, "what is timed follows the origin of its times"
         origin, origin_s = self._origin
         return float(origin_s + origin.elapsed_time(event) / 1e3)
@@ -329,7 +330,7 @@ class CudaLanes(Lanes):
 class _Mark:
     """A moment of compute's stream."""
 
-    def __init__(self, moment: Any) -> None:
+    def __init__(self, moment: StreamEvent) -> None:
         self.moment = moment
 
     def done(self) -> bool:
@@ -342,7 +343,7 @@ class _Mark:
 class _StreamArena(DeviceArena):
     """Memory that is taken and given back in the order of the current stream."""
 
-    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> None:
+    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, cuda: Value) -> None:
         super().__init__(capacity_bytes, device, poison=poison)
         self._device, self._cuda = device, cuda
 
@@ -363,7 +364,7 @@ def _forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, cuda: Any) -> _StreamArena:
+def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, cuda: Value) -> _StreamArena:
     try:
         return _StreamArena(num_bytes, device, poison=poison, cuda=cuda)
     except torch.OutOfMemoryError as error:

@@ -12,12 +12,13 @@ step moves neither to make room for the other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.units import KIB, MIB, format_bytes
+from lightning_hetero.untyped import Value
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
 _STAGING_SHARE = 256  # each direction takes at most this part of the memory to convert in
@@ -31,7 +32,7 @@ class CudaDevice:
 
     device: torch.device
     usable_bytes: int  # memory that this process may take from now on
-    cuda: Any = torch.cuda  # ``torch.cuda``, or its replacement in tests
+    cuda: Value = torch.cuda  # ``torch.cuda``, or its replacement in tests
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:

@@ -26,11 +26,24 @@ _T = TypeVar("_T")
 class StreamEvent(Protocol):
     """The part of ``torch.cuda.Event`` that is used here."""
 
+    def record(self, stream: Stream) -> None:
+        """The event is where the stream's work ends now."""
+
     def query(self) -> bool:
         """Whether the stream has passed it."""
 
     def synchronize(self) -> None:
         """Blocks the host until the stream has passed it."""
+
+
+class Stream(Protocol):
+    """The part of ``torch.cuda.Stream`` that is used here."""
+
+    def wait_event(self, event: StreamEvent) -> None:
+        """Later work on the stream waits for the event."""
+
+    def synchronize(self) -> None:
+        """Blocks the host until the stream has done its work."""
 
 
 class Failures:

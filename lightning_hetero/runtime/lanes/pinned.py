@@ -21,12 +21,12 @@ import mmap
 import os
 import resource
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.units import format_bytes, round_up
+from lightning_hetero.untyped import Value
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class PageLocker:
         room: Returns the bytes of host memory that are free for this process now.
     """
 
-    def __init__(self, cudart: Any, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
+    def __init__(self, cudart: Value, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
         self._cudart, self._forget_error, self._room = cudart, forget_error, room
         self._locked: dict[int, int] = {}  # others' memory: address -> bytes
         self._said: set[str] = set()
