@@ -55,7 +55,7 @@ class BatchProfiler:
         device_type = lanes.device_type
         self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type) if operators else None
         # If compute is a stream, the host waits for an event of it before it reads the clock.
-        self._settle: Callable[[], object] = float if device is None else lanes.settle
+        self._settle: Callable[[], object] = float if device is None else lanes.catch_up
         apart = device is not None and device_type != "cpu"
         self._heap_bytes: Callable[[], int] = lanes.allocated_bytes if apart else heap_meter()
         self._peak_bytes: Callable[[], int] = lanes.take_peak_bytes if apart else int

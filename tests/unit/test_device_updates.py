@@ -335,7 +335,7 @@ def test_16_bit_weights_that_were_written_become_the_master() -> None:
             weight.fill_(0.75)
         train(net, case, begin=3)
         assert weight.eq(0.75).all()
-        assert side.updates.master(net.parts[0])[:15].eq(0.75).all()
+        assert side.updates.read(net.parts[0], 0, 0).eq(0.75).all()
 
 
 def test_a_write_through_the_door_reaches_the_master_of_weights_in_host_memory() -> None:

@@ -228,17 +228,6 @@ def test_an_update_on_the_cpu_outdates_the_copy_until_it_is_uploaded(net: World,
     assert not side.weights.changed(block)
 
 
-def test_16_bit_weights_are_cast_on_use_from_a_master_on_the_device(lanes: EmulatedLanes) -> None:
-    root = Net().bfloat16()
-    with world(root, torch.optim.AdamW(root.parameters(), fused=True)) as net:
-        side = net.on(lanes, BlockPlan(name="*", weights=Tier.HOST, state=Tier.DEVICE, update=UpdateLane.DEVICE))
-        before = in_memory(net)
-        for block in net.blocks:
-            run(lanes, Lane.COMPUTE, partial(side.weights.upload, block, side.updates.master)).wait()
-            side.weights.bind(block)
-        assert same(contents(net), before)
-
-
 # ---- saved tensors ---------------------------------------------------------------------------------------------------------
 
 

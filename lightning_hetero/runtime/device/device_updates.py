@@ -160,7 +160,9 @@ class DeviceUpdates:
             HeteroError: The part's state is not on the device.
         """
         weights = self._weights.flat(part)
-        arrays = self._arrays(part)
+        if part not in self._states:
+            raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")
+        arrays = self._states[part].arrays
         if len(arrays) == len(adam.MOMENTS):
             master = weights
         else:
@@ -190,11 +192,6 @@ class DeviceUpdates:
             params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(chunk), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
             weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=bool(hyper.flags & _native.MAXIMIZE),
         )  # fmt: skip
-
-    def master(self, part: Part) -> Tensor:
-        """The part's fp32 master on the device, flat; fp32 weights are their own master."""
-        arrays = self._arrays(part)
-        return self._weights.flat(part) if len(arrays) == len(adam.MOMENTS) else arrays[0]
 
     # ---- readers and writers of the state (``StateHome``) ----------------------------------------
 
@@ -235,12 +232,6 @@ class DeviceUpdates:
             state = self._states.get(part)  # once, because a SWAP_OUT under way may remove it
             if part.state_home is self and (state is None or not state.kept):
                 yield part
-
-    def _arrays(self, part: Part) -> list[Tensor]:
-        state = self._states.get(part)
-        if state is None:
-            raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")
-        return list(state.arrays)
 
     def _run(self, part: Part, array: int, index: int) -> Tensor:
         state = self._states.get(part)

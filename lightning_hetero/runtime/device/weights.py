@@ -13,7 +13,7 @@ and after user code wrote to an open parameter, as version counters show. The ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -104,26 +104,20 @@ class DeviceWeights:
 
     # ---- ops -------------------------------------------------------------------------------------
 
-    def upload(self, block: Block, source: Callable[[Part], Tensor] | None = None) -> list[Ticket]:
+    def upload(self, block: Block) -> list[Ticket]:
         """UPLOAD weights (run on ``h2d``, after their FETCH or UPDATE): copies them to the device.
 
         Weights that are there already are renewed in their place; for others memory is taken.
-
-        Args:
-            block: The block.
-            source: Returns a part's weights, flat; host memory by default. With
-                ``DeviceUpdates.master``, on lane ``compute``, 16-bit weights are cast on use from
-                the fp32 master, which alone lives on the device (AutoHete).
 
         Raises:
             DeviceMemoryError: There is no room.
         """
         for part in block.parts:
             known = self._copies.get(part)
-            if known is not None and source is None and self._changed(part, known):
+            if known is not None and self._changed(part, known):
                 continue  # user code has written to the device's weights since the update
             copy = known or self._take(part, kept=False)
-            self._lanes.copy(_flat(part, copy.memory), (source or _host)(part))
+            self._lanes.copy(_flat(part, copy.memory), _host(part))
             self._agree(part, copy)
         return []
 
@@ -274,8 +268,7 @@ class DeviceWeights:
 
     def _copies_of(self, block: Block) -> list[_Copy]:
         """The block's copies now; a RELEASE under way may remove them at any moment."""
-        copies = (self._copies.get(part) for part in block.parts)
-        return [copy for copy in copies if copy is not None]
+        return [copy for copy in map(self._copies.get, block.parts) if copy is not None]
 
     def _take(self, part: Part, *, kept: bool) -> _Copy:
         memory = self._lanes.memory().take(_num_bytes(part), f"weights of {part.block.name}")

@@ -217,7 +217,7 @@ class CudaLanes(Lanes):
                 self._move(target, source, self._staging[queued.op.lane], up=queued.op.lane is Lane.H2D)
             else:
                 self._move(target, source, None, up=source.is_cpu)
-                self._record(self._compute_stream()).synchronize()
+                self.catch_up()
 
     def _move(self, target: Tensor, source: Tensor, staging: Tensor | None, *, up: bool) -> None:
         """Bytes cross the link as the host has them: in its dtype and its order of elements."""
@@ -254,7 +254,7 @@ class CudaLanes(Lanes):
 
     def catch_up(self) -> None:
         """The host waits for the current stream."""
-        self._record(self._cuda.current_stream(self.device)).synchronize()
+        self._record(self._compute_stream()).synchronize()
 
     def resize(self, num_bytes: int) -> None:
         """Gives the memory for ops back to the device, and takes another amount."""
@@ -270,10 +270,6 @@ class CudaLanes(Lanes):
             torch.accelerator.empty_cache()
         self._memory = _set_aside(num_bytes, self.device, poison=self._poison, cuda=self._cuda)
         self._follow_allocator()
-
-    def settle(self) -> None:
-        """The host waits for compute's stream."""
-        self.mark().wait()
 
     def peak_bytes(self) -> int:
         """The peak of torch's allocator since the lanes were opened, the memory for ops included.

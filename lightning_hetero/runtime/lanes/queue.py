@@ -14,7 +14,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import Event, Moment, OpEvent
+from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent
 from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
 from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
 
@@ -66,17 +66,6 @@ class Queue:
             op.perform(self._work)
             self.current = None
             del op  # else it lives until the next one comes
-
-
-class Passed:
-    """A moment that has passed."""
-
-    def done(self) -> bool:
-        """Yes."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 class Lanes:
@@ -146,7 +135,7 @@ class Lanes:
 
     def mark(self) -> Event:
         """Passes once compute has done everything that it was given so far."""
-        return Passed()
+        return All(())
 
     def now(self, name: str = "") -> Moment:
         """The moment that compute has come to, for the trace; device profilers show the name."""
@@ -222,7 +211,7 @@ class Lanes:
         """Undoes :meth:`page_lock`, so that the pages may go back; no copy is under way."""
 
     def catch_up(self) -> None:
-        """Inside ``run``: the host waits for the lane, to work on the content of host memory."""
+        """The host waits for the current stream: of the lane inside ``run``, else of compute."""
 
     def resize(self, num_bytes: int) -> None:
         """Reserves another amount of memory for ops, if the device is partitioned.
@@ -245,9 +234,6 @@ class Lanes:
     def memory(self) -> DeviceArena:
         """The device's memory."""
         return self._memory
-
-    def settle(self) -> None:
-        """The host waits for compute, if compute does not run on the host."""
 
     def peak_bytes(self) -> int:
         """The most device memory that ops and torch have used at any time."""

@@ -54,18 +54,15 @@ class Residency(ABC):
 
     # ---- places ----------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def copies(self) -> DeviceWeights | None:
-        """The weights on a device with memory of its own; ``None`` if the device is the host."""
-
-    @abstractmethod
-    def is_released(self, block: Block) -> bool:
-        """Whether the block's parameters are handles while it is not in use."""
+    copies: DeviceWeights | None = None  # the weights on a device with memory of its own
 
     @abstractmethod
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on a lower tier than where it computes."""
+
+    def is_released(self, block: Block) -> bool:
+        """Whether the block's parameters are handles while it is not in use."""
+        return self.is_away(block)
 
     @abstractmethod
     def is_on_host(self, block: Block) -> bool:
@@ -106,17 +103,17 @@ class Residency(ABC):
 
     # ---- use -------------------------------------------------------------------------------------
 
-    @abstractmethod
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary tensors until :meth:`shut`."""
+        self.parameters.open(block)
 
     @abstractmethod
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
 
-    @abstractmethod
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""
+        self.bring(block)
 
     @abstractmethod
     def settle(self, part: Part) -> None:
@@ -125,7 +122,6 @@ class Residency(ABC):
         Discards a speculative update that has no verdict yet.
         """
 
-    @abstractmethod
     def before_update(self, block: Block) -> None:
         """Brings weights that user code has changed to where the block's update reads them."""
 

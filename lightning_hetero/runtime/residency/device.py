@@ -12,7 +12,7 @@ from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.device import DeviceSide, DeviceWeights
+from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.host import wait_written
@@ -27,16 +27,11 @@ class DeviceResidency(Residency):
     def __init__(self, context: RunContext, side: DeviceSide) -> None:
         lanes = context.run.lanes
         super().__init__(context, WeightCasts(lanes.device_type, side.weights.reference))
-        self._lanes, self._side = lanes, side
+        self._lanes, self._side, self.copies = lanes, side, side.weights
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
         # Blocks of which the host has weights and state until MIRROR ends.
         self._lent: dict[int, tuple[list[Part], list[Part]]] = {}
-
-    @property
-    def copies(self) -> DeviceWeights:
-        """The weights on the device."""
-        return self._side.weights
 
     # ---- places ----------------------------------------------------------------------------------
 

@@ -18,8 +18,6 @@ from lightning_hetero.store.live.tier_store import TierStore
 class HostResidency(Residency):
     """See :class:`~lightning_hetero.runtime.residency.Residency`."""
 
-    copies = None
-
     def __init__(self, context: RunContext) -> None:
         super().__init__(context, WeightCasts("cpu"))
         self._strayed = False  # the batch has used a block outside its schedule
@@ -28,10 +26,6 @@ class HostResidency(Residency):
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on disk."""
-        return block.weights_on_disk
-
-    def is_released(self, block: Block) -> bool:
-        """Parameters on disk are handles between uses, cached or not."""
         return block.weights_on_disk
 
     def is_on_host(self, block: Block) -> bool:
@@ -72,10 +66,6 @@ class HostResidency(Residency):
 
     # ---- use -------------------------------------------------------------------------------------
 
-    def open(self, block: Block) -> None:
-        """A use of the block begins."""
-        self.parameters.open(block)
-
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
         block.uses = max(0, block.uses - 1)
@@ -91,9 +81,6 @@ class HostResidency(Residency):
         else:
             self.parameters.guard(block)
 
-    def before_update(self, block: Block) -> None:
-        """User code writes to the memory that the update reads."""
-
     @contextmanager
     def at_hand(self, block: Block) -> Iterator[None]:
         """Inside, the block's weights are final, and its parameters are ordinary tensors."""
@@ -103,10 +90,6 @@ class HostResidency(Residency):
             yield
         finally:
             self.shut(block)
-
-    def provide(self, block: Block) -> None:
-        """Brings weights into memory, now."""
-        self.bring(block)
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into memory, now."""
