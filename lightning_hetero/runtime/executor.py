@@ -312,7 +312,7 @@ class Executor:
         self._handed_over = True
         if self.device is not None:
             self.device.gradients.conceal()
-        self.updater.begin_verdict(binding, scale)
+        self.updater.verdict, self.updater.scale = binding, scale
         self._verdict(scale)
         if self._step is not None:
             self._step.finish()
@@ -392,7 +392,7 @@ class Executor:
             return
         needs = self._step.reach(index)
         if self.handlers.activations is not None:
-            self.handlers.activations.sweep(needs)
+            self.handlers.activations.swapper.sweep(needs)
         self.residency.ensure(block)
 
     def _stray(self, block: Block) -> None:
@@ -433,14 +433,10 @@ class Executor:
             self.handlers.activations.begin_batch()
         self._close_all(opened=True)
         if gradients:
-            self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        for block in self.blocks:
-            for param in block.params():
+            for param in [param for block in self.blocks for param in block.params()]:
                 param.grad = None
-        if self.device is not None:
-            self.device.gradients.drop()
+            if self.device is not None:
+                self.device.gradients.drop()
 
     def _forget_ops(self) -> None:
         self._step = None

@@ -123,8 +123,11 @@ class Handlers:
         side = self._side
         if side is not None:
             if op.payload is Payload.ACTIVATIONS:
-                return self._swap_activations(op, after)
-            after = self._after_gradients(op, after, side)
+                after = (*after, self._mark(op.at)) if _follows_compute(op) else after
+                moved = self.ends[op.kind, op.block] = self.saved[op.block].swap(op, after)
+                return moved
+            if op.kind is OpKind.UPDATE and op.lane is Lane.CPU and not self._is_early(block := self._blocks[op.block]):
+                after = (*after, *self._take_rest(block, side))  # a late update also sends gradients that no GRAD sent
         run = TABLE[op.kind, op.payload, op.lane](self, op)
         if run is None:
             waits = [event for event in after if not event.done()]
@@ -230,7 +233,8 @@ class Handlers:
         block, verdict = self._blocks[op.block], self._updater.verdict
         if self._batch.serial or self._batch.waits:  # each update reads its own state
             return None
-        if verdict is not None and self._speculation.redoes and not self._is_due(block, verdict):
+        is_kept = self._speculation.redoes and not self._speculation.is_due(block)
+        if verdict is not None and is_kept and not self._updater.has_work(block, verdict):
             return None  # only discarded updates run again
         early, armed = self._deferred and verdict is None, self._batch.armed
         if early and (armed is None or not self._speculation.hopes(block, armed)):
@@ -376,22 +380,12 @@ class Handlers:
             raise HeteroError("an op for a device with memory of its own came where the device is the host.")
         return self._side
 
-    def _is_due(self, block: Block, verdict: OptimizerBinding) -> bool:
-        """Whether the block has an update to do or to repeat."""
-        return self._speculation.is_due(block) or self._updater.has_work(block, verdict)
-
     def _urgency(self, block: Block) -> int:
         return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self._lowest_first)
 
     def _is_early(self, block: Block) -> bool:
         """Whether backward may still change the block's gradients, or the user runs a backward."""
         return self._updater.verdict is None and bool(not self._batch.in_backward or block.grads_left or block.early_unsafe)
-
-    def _after_gradients(self, op: Op, after: Sequence[Event], side: DeviceSide) -> Sequence[Event]:
-        """What an op waits for. A late update also sends gradients that no GRAD sent."""
-        if op.kind is not OpKind.UPDATE or op.lane is not Lane.CPU or self._is_early(self._blocks[op.block]):
-            return after
-        return (*after, *self._take_rest(self._blocks[op.block], side))
 
     def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
         """Sends gradients that are still on the device after backward; returns the end of that."""
@@ -414,11 +408,6 @@ class Handlers:
         run = gradients.take(block)
         self._marked = -1, All(())  # compute may have more to do since the last mark, such as norms
         return run
-
-    def _swap_activations(self, op: Op, after: Sequence[Event]) -> Event:
-        after = (*after, self._mark(op.at)) if _follows_compute(op) else after
-        end = self.ends[op.kind, op.block] = self.saved[op.block].swap(op, after)
-        return end
 
     def _note(self, op: Op, end: OpEvent, side: DeviceSide) -> None:
         """Tells the device's side which op works on gradients or state now."""

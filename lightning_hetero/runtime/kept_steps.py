@@ -251,7 +251,11 @@ class KeptSteps:
         """
         self._count += 1
         whole = last or self._count % self._every == 0
-        text = self._take(state) if whole else ""
+        text = ""
+        if whole:
+            self._open.store.files.begin_state()
+            text = state(self._open.states)
+            self._open.states.end()
         self._mirrored.clear()
         with executor.handed(whole=whole):
             for block in self._blocks:
@@ -304,12 +308,6 @@ class KeptSteps:
         """A step is about to end: waits until the record of the step before is on the disk."""
         if self._opened is not None:
             self._open.store.files.wait_for_commit()
-
-    def _take(self, state: Callable[[StateFiles], str]) -> str:
-        self._open.store.files.begin_state()
-        text = state(self._open.states)
-        self._open.states.end()
-        return text
 
     def _pin(self) -> None:
         """Gives the slots of the last record to a pin."""

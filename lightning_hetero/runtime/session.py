@@ -461,10 +461,6 @@ class Session(Budgets):
                 self._promote(binding)
             self.steps.keep(self.executor, state, last=last)
 
-    def await_record(self) -> None:
-        """A step is about to end: see [Note: How much a kill loses]."""
-        self.steps.await_record()
-
     # ---- stop ------------------------------------------------------------------------------------
 
     def stop(self) -> bool:

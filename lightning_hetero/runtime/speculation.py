@@ -45,12 +45,6 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.untyped import Function
 
 
-@dataclass(frozen=True, slots=True)
-class _Scaling:
-    scaler: torch.amp.GradScaler
-    unscale: Function  # its function for all gradients
-
-
 @dataclass(eq=False, slots=True)
 class Trial:
     """An update before the verdict."""
@@ -75,7 +69,8 @@ class Speculation:
         self.discarded = False  # the verdict on it was to discard
         self.worth = Worth()  # chooses whether a step speculates
         self._store, self._turn = store, turn
-        self._scaling: _Scaling | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._unscale: Function | None = None  # the scaler's function for all gradients
         self._tried: dict[int, Trial] = {}
         self._left: dict[int, bool] = {}  # block whose gradients left a device -> divided before
         self._norms: dict[int, Tensor] = {}  # by the parameter's id
@@ -85,7 +80,7 @@ class Speculation:
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Divides gradients by the scale of this scaler, with its own function."""
-        self._scaling = _Scaling(scaler, scaler._unscale_grads_)
+        self._scaler, self._unscale = scaler, scaler._unscale_grads_
 
     def begin(self, *, training: bool) -> None:
         """Begins a batch. A batch that ended without a verdict is forgotten."""
@@ -95,8 +90,8 @@ class Speculation:
         self._unscaled.clear()
         self._found.clear()
         self.trying = training and self.enabled and self.worth.tries
-        if self.trying and self._scaling is not None:
-            self._loss_scale = self._scaling.scaler.get_scale()
+        if self.trying and self._scaler is not None:
+            self._loss_scale = self._scaler.get_scale()
 
     # ---- before the verdict ----------------------------------------------------------------------
 
@@ -123,15 +118,15 @@ class Speculation:
         """Gradients are about to leave a device; ``whole``: the host has none to add them to."""
         self._left[block.index] = whole
         if whole:
-            self._divide_all(params, binding)
+            self._divide(params, binding)
 
     def trial(self, due: DueUpdate, *, on_device: bool) -> Trial:
         """The update as it runs now. On the host, divides gradients and takes their norms."""
         if not on_device:
             params = [one.part.params[i] for one in due.parts for i in one.indices]
-            self._divide_all(params, due.binding)
+            self._divide(params, due.binding)
             self._take_norms(params)
-        if self._scaling is not None and _divides(due.binding):
+        if self._scaler is not None and _divides(due.binding):
             due = replace(due, scale=1.0 / self._loss_scale)
         return Trial(due, divided=not on_device or self._left[due.block.index])
 
@@ -144,28 +139,25 @@ class Speculation:
         """Runs the update if the store can take it back; otherwise it runs after the verdict."""
         with self._turn:
             if self.may_be_tried(one.part for one in trial.due.parts):
-                if self._scaling is not None and not trial.divided:
-                    self._divide_on_host(self._scaling, trial.due)
+                for one in () if trial.divided else trial.due.parts:
+                    if one.claim is not None:
+                        params = [one.part.params[i] for i in one.indices]
+                        self._divide(params, trial.due.binding, [one.claim.gradient(p) for p in params])
                 trial.tickets.extend(trial.due(priority=priority, after=after, speculative=True))
         return trial.tickets
 
-    def _divide_on_host(self, scaling: _Scaling, due: DueUpdate) -> None:
-        for one in due.parts:
-            if one.claim is not None:
-                params = [one.part.params[i] for i in one.indices]
-                self._divide(scaling, [_holding(one.claim.gradient(p)) for p in params], due.binding)
-                self._unscaled.update(map(id, params))
+    def _divide(self, params: Sequence[nn.Parameter], binding: OptimizerBinding, on_host: Sequence[Tensor] = ()) -> None:
+        """Divides by the loss's scale, unless the optimizer does; looks for what is not finite.
 
-    def _divide_all(self, params: Sequence[nn.Parameter], binding: OptimizerBinding) -> None:
-        if self._scaling is not None and params:
-            self._divide(self._scaling, params, binding)
-            self._unscaled.update(map(id, params))
-
-    def _divide(self, scaling: _Scaling, params: Sequence[nn.Parameter], binding: OptimizerBinding) -> None:
-        """Divides by the loss's scale, unless the optimizer does; looks for what is not finite."""
-        divides, device = _divides(binding), _grads(params)[0].device
+        ``on_host``: the gradients, if they have left a device.
+        """
+        if self._unscale is None or not params:
+            return
+        held = list(map(_holding, on_host)) or params
+        divides, device = _divides(binding), _grads(held)[0].device
         inverse = torch.full((), 1.0 if divides else self._loss_scale, device=device).double().reciprocal().float()
-        self._found += scaling.unscale(_group(params), inverse, torch.zeros((), device=device), divides).values()
+        self._found += self._unscale(_group(held), inverse, torch.zeros((), device=device), divides).values()
+        self._unscaled.update(map(id, params))
 
     def _take_norms(self, params: Sequence[nn.Parameter]) -> None:
         with torch.no_grad():
@@ -202,11 +194,11 @@ class Speculation:
         self, optimizer: torch.optim.Optimizer, inverse: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """``GradScaler._unscale_grads_`` for the gradients that are not divided yet."""
-        if self._scaling is None:
+        if self._unscale is None:
             raise HeteroError("no scaler is followed, and one unscales.")
         self._wait_handed()
         params = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._unscaled]
-        found: dict[torch.device, Tensor] = self._scaling.unscale(_group(params), inverse, found_inf, allow_fp16)
+        found: dict[torch.device, Tensor] = self._unscale(_group(params), inverse, found_inf, allow_fp16)
         if self._unscaled:
             found.setdefault(found_inf.device, found_inf.clone())
             for flag in self._found:

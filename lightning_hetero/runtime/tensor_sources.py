@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import U8, InPlacePart, Ticket
+from lightning_hetero._native import U8, InPlacePart
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, with_strides
@@ -34,26 +34,50 @@ class FileRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _PartSource:
-    """A tensor of one parameter of a part, in the tiers."""
+class _Source:
+    """A tensor in the tiers."""
 
     store: TierStore
     part: Part
-    index: int  # the parameter's position in the part
+    index: int  # its position in the part
+
+    def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content: flat for the engine, and in the tensor's shape."""
+        flat = own_memory(self.part.params[self.index].numel(), dtype)
+        return flat, self.part.shaped(self.index, flat)
+
+    def begin(self) -> Callable[[], Tensor]:
+        """Begins to :meth:`read`; see [Note: Reads under way]."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        """A fresh tensor with the current content."""
+        return self.begin()()
+
+    def _begin_on_disk(self, array: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+        flat, content = self.room(dtype)
+        ticket = self.store.begin_read(self.part, [(array, self.index, flat)])
+
+        def wait() -> Tensor:
+            ticket.wait()
+            return content
+
+        return wait
+
+
+class _OfParameter(_Source):
+    """A tensor with the shape of a parameter of the part."""
+
+    __slots__ = ()
 
     @property
     def shape(self) -> torch.Size:
         """The parameter's shape."""
         return self.part.params[self.index].shape
 
-    def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Fresh memory for the content: flat for the engine, and in the parameter's shape."""
-        flat = own_memory(self.part.params[self.index].numel(), dtype)
-        return flat, self.part.shaped(self.index, flat)
-
 
 @dataclass(frozen=True, slots=True)
-class WeightSource(_PartSource):
+class WeightSource(_OfParameter):
     """The weights of one parameter.
 
     [Note: Which copy counts]
@@ -82,22 +106,17 @@ class WeightSource(_PartSource):
         """The parameter's fixed address. Its pages are empty while the weights are away."""
         return self.part.memory(self.index).data_ptr()
 
-    def read(self) -> Tensor:
-        """A fresh tensor with the current content."""
-        return self.begin()()
-
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.settle(self.part)
         newest = None if self.device is None else self.device.newest(self.part, self.index)
         if newest is not None:
             return lambda: newest
-        flat, content = self.room(self.dtype)
         if self.part.block.resident:
-            content.copy_(self.part.memory(self.index))
+            content = self.room(self.dtype)[1].copy_(self.part.memory(self.index))
             return lambda: content
         self.store.check_open(self.part, self.name)
-        return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
+        return self._begin_on_disk(WEIGHTS, self.dtype)
 
     def on_file(self) -> FileRun | None:
         """The run of a file that has the current content, while no update is under way."""
@@ -133,7 +152,7 @@ class WeightSource(_PartSource):
 
 
 @dataclass(frozen=True, slots=True)
-class StateSource(_PartSource):
+class StateSource(_OfParameter):
     """One fp32 state array of one parameter, on any tier."""
 
     array: int
@@ -153,21 +172,16 @@ class StateSource(_PartSource):
     def address(self) -> None:
         """State has no address of its own."""
 
-    def read(self) -> Tensor:
-        """A fresh tensor with the current content."""
-        return self.begin()()
-
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
-        flat, content = self.room(torch.float32)
         if self._is_outdated:
-            content.copy_(self.part.memory(self.index))
+            content = self.room(torch.float32)[1].copy_(self.part.memory(self.index))
             return lambda: content
-        return _once_read(self.store.begin_read(self.part, [(self.array, self.index, flat)]), content)
+        return self._begin_on_disk(self.array, torch.float32)
 
     def on_file(self) -> FileRun | None:
         """See :meth:`WeightSource.on_file`."""
@@ -200,14 +214,6 @@ class StateSource(_PartSource):
             return self.read()
         start = address + 4 * self.part.offsets[self.index]
         return self.part.shaped(self.index, tensor_at(native, start, self.part.params[self.index].numel(), torch.float32))
-
-
-def _once_read(ticket: Ticket, content: Tensor) -> Callable[[], Tensor]:
-    def wait() -> Tensor:
-        ticket.wait()
-        return content
-
-    return wait
 
 
 def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
@@ -248,12 +254,9 @@ def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Ten
 
 
 @dataclass(frozen=True, slots=True)
-class BlobSource:
+class BlobSource(_Source):
     """One tensor of a state blob on disk."""
 
-    store: TierStore
-    part: Part
-    index: int
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -262,15 +265,10 @@ class BlobSource:
     def address(self) -> None:
         """A blob has no address of its own."""
 
-    def read(self) -> Tensor:
-        """A fresh tensor with the current content."""
-        return self.begin()()
-
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
-        flat, content = self.room(self.dtype)
-        return _once_read(self.store.begin_read(self.part, [(WEIGHTS, self.index, flat)]), content)
+        return self._begin_on_disk(WEIGHTS, self.dtype)
 
     def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Fresh memory for the content: bytes for the engine, and in the tensor's shape."""

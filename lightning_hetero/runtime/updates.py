@@ -82,10 +82,6 @@ class Updater:
         self._groups: dict[int, dict[str, object]] = {}
         self._updated = set()
 
-    def begin_verdict(self, binding: OptimizerBinding, scale: float) -> None:
-        """The verdict is known: updates follow, of gradients that are multiplied by ``scale``."""
-        self.verdict, self.scale = binding, scale
-
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether an update of the block for this optimizer is due."""
         return any(self._indices(part, binding) for part in block.parts)
@@ -142,7 +138,7 @@ class Updater:
         claim = None if self.device is None else self.device.gradients.claim(params, keep=self.rules.keep_gradients)
         numbers: list[Hyper] = []
         if binding.rule is Rule.NATIVE:
-            groups = self._groups_of(binding)
+            self._groups = groups = self._groups or binding.groups()
             binding.renew(part, indices)
             binding.advance(part, indices)  # the optimizer counts the step
             numbers = [adam.hyper(binding.optimizer, p, groups[id(p)]) for p in params]
@@ -251,8 +247,3 @@ class Updater:
         if due.block.plan.state is Tier.DISK:
             self.blobs.save(part, optimizer)
         return [self.store.store_weights(part)] if part.on_disk else []
-
-    def _groups_of(self, binding: OptimizerBinding) -> dict[int, dict[str, object]]:
-        if not self._groups:
-            self._groups = binding.groups()
-        return self._groups

@@ -166,7 +166,7 @@ class Training:
             if self._is_manual:
                 self._executor.residency.end_batch()
         if self._is_manual:
-            self._session.await_record()
+            self._session.steps.await_record()
         return output
 
     def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Training:
             if self._retry is not None:
                 self._retry.step_ended()
         if not self._is_manual:
-            session.await_record()
+            session.steps.await_record()
         if self._verifier is not None:
             self._verify(self._verifier, optimizer)
         return output

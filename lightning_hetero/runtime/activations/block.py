@@ -42,7 +42,7 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
-from lightning_hetero.runtime.activations.recompute import Buffers, Rerun
+from lightning_hetero.runtime.activations.recompute import Buffers, Rerun, itself
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in
@@ -127,17 +127,13 @@ class Activations:
         self._storages.clear()
         for block in self._blocks:
             block.begin_batch()
-        self.sweep()
+        self.swapper.sweep()
         self.swapper.trim()
 
     def close(self) -> None:
         """Frees unused host memory and files; the lanes are at rest."""
         self.begin_batch()
         self.swapper.close()
-
-    def sweep(self, waited: Sequence[Event] = ()) -> None:
-        """Releases the device memory of storages that have left; see :meth:`Swapper.sweep`."""
-        self.swapper.sweep(waited)
 
     def set_aside(self, storage: torch.UntypedStorage) -> None:
         """A storage was made for the runtime."""
@@ -209,7 +205,7 @@ class BlockActivations:
         if around is not None:
             use = around.forward_of(self)
         elif torch.is_grad_enabled() and not self._is_idle:
-            self._model.sweep()
+            self._model.swapper.sweep()
             use = Use(self._model, self)
             self._forwards.append(_Forward(use))
         else:
@@ -306,15 +302,15 @@ class Use:
         self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
         if block.recomputes:
             self._rerun = Rerun(
-                block.name, block.module, args, kwargs, save=self._save_input, buffers=block.buffers, device=lanes.device,
-                allocated=lanes.allocated,
+                block.name, block.module, args, kwargs, save=lambda argument: model.weights(argument) or self._save(argument, None),
+                buffers=block.buffers, device=lanes.device, allocated=lanes.allocated,
             )  # fmt: skip
             for storage in self._rerun.copies():
                 model.set_aside(storage)
         if block.operators:
             self._watch = Watch(
                 names=block.names, addresses=block.addresses(), policy=block.policy, device=lanes.device,
-                device_type=self._device_type, inside=self._is_inside,
+                device_type=self._device_type, inside=lambda: model.running[-1][1] is self,
                 record=None if self._rerun is None else self._rerun.record,
             )  # fmt: skip
             self._hooks.enter_context(self._watch)
@@ -350,9 +346,6 @@ class Use:
             with nullcontext() if watcher is None else watcher.recomputing(self._block.index):
                 self._rerun.run(self._rerunning)
 
-    def _save_input(self, tensor: Tensor) -> Packed:
-        return self._model.weights(tensor) or self._save(tensor, None)
-
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
         """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
@@ -385,10 +378,8 @@ class Use:
                 self._storages.append(weakref.ref(home))
         if key not in self._fixed:
             model.lanes.allocated(storage)
-        if number is None:
-            saved = SavedTensor(None, f"the input of {block.name}", 0, tensor.detach(), dropped=False, home=home)
-        else:
-            saved = SavedTensor(self.recompute, block.name, number, tensor.detach(), dropped=False, home=home)
+        again, name = (None, f"the input of {block.name}") if number is None else (self.recompute, block.name)
+        saved = SavedTensor(again, name, number or 0, tensor.detach(), dropped=False, home=home)
         if made is not None and made.saved is None and saved.version == 0:
             made.saved = weakref.ref(saved)
         return saved
@@ -411,9 +402,6 @@ class Use:
         return move(op, after)
 
     # ---- details ---------------------------------------------------------------------------------
-
-    def _is_inside(self) -> bool:
-        return self._model.running[-1][1] is self
 
     @contextmanager
     def _rerunning(self) -> Iterator[Callable[[], bool]]:
@@ -444,7 +432,7 @@ class Inner:
     """
 
     def __init__(self, *, saves: bool) -> None:
-        self._hooks = nullcontext() if saves else saved_tensors_hooks(_detached, _itself)
+        self._hooks = nullcontext() if saves else saved_tensors_hooks(Tensor.detach, itself)
 
     def begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The forward begins."""
@@ -473,11 +461,3 @@ class Rerunning(Inner):
 
 def _view(packed: Packed) -> Tensor:
     return packed.view()
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

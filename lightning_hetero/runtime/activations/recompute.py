@@ -128,7 +128,7 @@ class Rerun:
             stack.enter_context(self._buffers.as_they_were())
             stack.enter_context(torch.enable_grad())
             is_inside = stack.enter_context(inside())
-            stack.enter_context(saved_tensors_hooks(collector.collect, _itself))
+            stack.enter_context(saved_tensors_hooks(collector.collect, itself))
             if self.record.spared:
                 stack.enter_context(Spare(self.record, inside=is_inside))
             with suppress(_AllThere):
@@ -284,5 +284,6 @@ def _given(leaf: object) -> object:
     return tensor.requires_grad_() if leaf.requires_grad else tensor
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def itself(tensor: Tensor) -> Tensor:
+    """The unpack hook for tensors that are saved as they are."""
     return tensor
