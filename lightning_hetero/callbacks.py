@@ -6,13 +6,15 @@ import io
 import logging
 from contextlib import nullcontext
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
+from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
 from lightning_hetero.units import format_bytes
@@ -22,9 +24,8 @@ if TYPE_CHECKING:
 
     import lightning.pytorch as pl
     from lightning.pytorch import Callback as _Base
+    from lightning.pytorch.strategies import Strategy
     from torchmetrics import Metric
-
-    from lightning_hetero.strategies.offload import OffloadRun
 else:
     _Base = object  # the namespace's class is the second base
 
@@ -36,7 +37,19 @@ _COLUMNS, _ROWS, _NAME = 80, 8, 36  # of the logged table; the longest name in i
 _NAME_OF_CLASS = "ModelProfiler"  # a Trainer that is pickled has it
 
 
-def make(run: OffloadRun, autoplan: Autoplan) -> PlanningCallback:
+class _Run(Protocol):
+    """What planning needs of a strategy's run (``strategies.offload``)."""
+
+    strategy: Strategy
+    session: Session | None
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def take_step_seconds(self) -> float | None: ...
+
+
+def make(run: _Run, autoplan: Autoplan) -> PlanningCallback:
     """The callback for one fit.
 
     Args:
@@ -75,7 +88,7 @@ class PlanningCallback(_Base):
         error: The errors of the plan's prediction.
     """
 
-    def __init__(self, run: OffloadRun, autoplan: Autoplan) -> None:
+    def __init__(self, run: _Run, autoplan: Autoplan) -> None:
         self._run, self._autoplan = run, autoplan
         self.error = PredictionError()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -16,21 +16,44 @@ from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.checkpoint.landing import Landing
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.construction import Construction
+from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.format.earlier_runs import bring, comes_from, make_way
 from lightning_hetero.store.format.pins import roll_back
 from lightning_hetero.strategies import checkpoint_io, resume
 from lightning_hetero.strategies.namespaces import lightning_of
+from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State
+from lightning_hetero.strategies.training import Training
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
-
-    from lightning_hetero.strategies.offload import OffloadRun
+    from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
 
 PathLike = str | Path
+
+
+class _Run(Protocol):
+    """What saving and loading needs of a strategy's run (``strategies.offload``)."""
+
+    strategy: Strategy
+    choices: Choices
+    options: SessionOptions
+    session: Session | None
+    training: Training | None
+    built: Construction | None
+
+    @property
+    def module(self) -> pl.LightningModule: ...
+
+    @property
+    def trainer(self) -> pl.Trainer | None: ...
+
+    def drop_session(self) -> None: ...
 
 
 class Checkpoints:
@@ -39,7 +62,7 @@ class Checkpoints:
     A method's argument ``plain`` is the method of Lightning's strategy that it wraps.
     """
 
-    def __init__(self, run: OffloadRun) -> None:
+    def __init__(self, run: _Run) -> None:
         self._run = run
         # The training state of the store at ``ckpt_path``, from its loading until training starts.
         self.resumed: State | None = None

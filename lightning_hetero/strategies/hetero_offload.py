@@ -19,7 +19,7 @@ from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
-from lightning_hetero.strategies.offload import Choices, OffloadRun
+from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.units import parse_bytes
 
@@ -161,7 +161,7 @@ class HeteroOffload(_Base):
         super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.run = OffloadRun(
             self,
-            Choices(
+            checked.Choices(
                 options=options,
                 autoplan=autoplan,
                 weights=checked.sources(weights),

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_hetero import callbacks
-from lightning_hetero.convert.importing import ModelWeights, Weights
+from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
@@ -31,6 +31,7 @@ from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
+from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State, go_on, load_buffers
 from lightning_hetero.strategies.step_retry import StepRetry
 from lightning_hetero.strategies.training import Peers, Training
@@ -45,18 +46,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """The options of a strategy, checked."""
-
-    options: SessionOptions
-    autoplan: Autoplan | None = None  # makes the plan during training; ``None`` if the user gave a plan
-    weights: Weights | None = None  # files with the model's initial weights
-    verify: int = 0  # the number of steps that are computed twice
-    link_checkpoints: bool = False  # checkpoints are links to the store
-    chunked_head: bool = False  # language models compute head and loss in chunks
 
 
 class OffloadRun:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,23 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.units import format_bytes
 
 REPLAN_DRIFT = 0.5  # the default
 _AUTO = "holistic"  # the planner behind plan="auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The options of a strategy, checked."""
+
+    options: SessionOptions
+    autoplan: Autoplan | None = None  # makes the plan during training; ``None`` if the user gave a plan
+    weights: Weights | None = None  # files with the model's initial weights
+    verify: int = 0  # the number of steps that are computed twice
+    link_checkpoints: bool = False  # checkpoints are links to the store
+    chunked_head: bool = False  # language models compute head and loss in chunks
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:

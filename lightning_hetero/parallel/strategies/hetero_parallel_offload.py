@@ -37,8 +37,9 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.strategies import hetero_offload
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
-from lightning_hetero.strategies.offload import Choices, OffloadRun
+from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State, is_store
 from lightning_hetero.units import MIB
 
