@@ -108,7 +108,7 @@ def test_gradients_leave_once_they_have_been_divided(monkeypatch: pytest.MonkeyP
 
         monkeypatch.setattr(owner, name, call)
 
-    watched(Speculation, "_divide_all", lambda *_: "divided")
+    watched(Speculation, "_divide", lambda *_: "divided")
     watched(EmulatedLanes, "mark", lambda: "mark")
     watched(EmulatedLanes, "submit", lambda op, *_: op.kind.value)
     run_scaled(Recipe(steps=3, optimizer=divided, shape=SHAPE), strategy_of(PLANS["disk"]), tmp_path, frozenset())

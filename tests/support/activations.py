@@ -128,7 +128,7 @@ class Driver:
     def out(self) -> None:
         """What was sent away has left when this returns."""
         self.lanes.compute_waits(self._outs)
-        self.activations.sweep(self._outs)
+        self.activations.swapper.sweep(self._outs)
         self._outs.clear()
 
     def come(self) -> None:

@@ -107,7 +107,7 @@ def test_hops_of_a_block_that_is_used_twice_nest(x: Tensor) -> None:
         second = layer(first[:2])
         small = driver.hop(block, "out")
         lanes.compute_waits([one, small])
-        driver.activations.sweep()
+        driver.activations.swapper.sweep()
         del second
         driver.hop(block, "in").wait()  # the second use's graph is gone
         driver.hop(block, "in").wait()
@@ -144,7 +144,7 @@ def test_a_copy_without_a_wait_is_detected(x: Tensor, monkeypatch: pytest.Monkey
         torch.manual_seed(7)
         driver.begin()
         loss = net(x)
-        driver.activations.sweep(driver.outs)  # a lie: compute has waited for none of them
+        driver.activations.swapper.sweep(driver.outs)  # a lie: compute has waited for none of them
         gate.set()
         loss.backward()
         found = gradients(net)
