@@ -181,7 +181,7 @@ class KeptSteps:
         return " and ".join(f"optimizer {n}" + (f" ({known[n]})" if n < len(known) else "") for n in numbers) or "no optimizer"
 
     def owners_changed(self) -> None:
-        """Parameters have joined an optimizer: the next record has the new owners."""
+        """Parameters have joined or left an optimizer: the next record has the new owners."""
         numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
         self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
 

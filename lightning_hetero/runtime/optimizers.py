@@ -3,6 +3,13 @@
 The object stays. Its ``step`` hands over to the runtime, and its state lives in the store.
 ``state_dict`` and ``load_state_dict`` use torch's format, so checkpoints go both ways between this
 and plain Lightning.
+
+[Note: What trains]
+Many models pass ``self.parameters()`` to the optimizer and freeze most of them. A parameter trains
+from the moment when an optimizer has it and it requires a gradient, has one, or has state. Only
+parameters that train have state, updates and two slots on disk. One that is frozen later goes on
+to count: torch keeps its state for when it is set free again. Records of kept steps have the
+members of optimizers, which is what a resume compares.
 """
 
 from __future__ import annotations
@@ -46,6 +53,7 @@ class OptimizerBinding:
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Waits for updates under way, before code reads state or zeroes gradients in place.
         on_load: Called before state is loaded: parameters may have joined the optimizer.
+        with_state: The ``id``s of parameters that have state in the store.
     """
 
     def __init__(
@@ -55,6 +63,7 @@ class OptimizerBinding:
         *,
         on_read: Callable[[], None],
         on_load: Callable[[OptimizerBinding], None],
+        with_state: Collection[int] = (),
     ) -> None:
         blockwise.check_supported(optimizer)
         self.optimizer = optimizer
@@ -70,6 +79,9 @@ class OptimizerBinding:
         self._patches = Patches()
         self._original: dict[str, Function] = {}  # methods that are replaced
         self._handle: RemovableHandle | None = None
+        self._with_state = {id(p) for p, state in optimizer.state.items() if state}.union(with_state)
+        self._members, self._trained = set[int](), set[int]()
+        self.learn()
 
     def place(self, store: TierStore, homes: Iterable[tuple[nn.Parameter, Part, int]]) -> None:
         """Sets where the parameters live. State that the optimizer already has moves there."""
@@ -220,6 +232,23 @@ class OptimizerBinding:
         """The optimizer's parameters, in the order of its state dict."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that train; see [Note: What trains]."""
+        return [p for p in self.params() if id(p) in self._trained]
+
+    def learn(self) -> bool:
+        """Notices members that are new or gone, or train from now on. Returns whether any are."""
+        params, trained, known = self.params(), self._trained, self._with_state
+        with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
+            begun = {
+                id(p) for p in params if id(p) not in trained and (p.requires_grad or p.grad is not None or id(p) in known)
+            }  # fmt: skip
+        members = set(map(id, params))
+        changed = bool(begun) or members != self._members
+        self._members = members
+        trained |= begun
+        return changed
+
     def advance(self, part: Part, indices: Iterable[int]) -> None:
         """Counts one more step of parameters that the engine is about to update."""
         for index in indices:
@@ -294,13 +323,16 @@ class OptimizerBinding:
         self._on_read()
         if self.rule is not Rule.NATIVE:
             self._original["load_state_dict"](state_dict)
+            self._with_state.update(id(p) for p, state in self.optimizer.state.items() if state)
             return
         # torch loads the groups only: it would cast the state and copy all of it.
         self._original["load_state_dict"]({**state_dict, "state": {}})
-        self._on_load(self)  # callbacks that unfreeze have added its groups again
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         by_number = dict(zip(saved, self.params(), strict=True))
-        self._import({by_number[i]: s for i, s in state_dict["state"].items() if i in by_number})
+        states = {by_number[i]: state for i, state in state_dict["state"].items() if i in by_number}
+        self._with_state.update(map(id, states))
+        self._on_load(self)  # callbacks that unfreeze have added its groups again
+        self._import(states)
 
     def _import(self, states: dict[nn.Parameter, Options]) -> None:
         """Moves state in torch's format into the store, one write per part."""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _UNKNOWN_STATE_BYTES = 8  # per element, before the first step of an optimizer shows its state
 
-Owners = Mapping[int, OptimizerBinding]  # the optimizer of each parameter, by the parameter's ``id``
+Owners = Mapping[int, OptimizerBinding]  # the optimizer of each parameter that trains, by the parameter's ``id``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Placer:
     ) -> None:
         self._profile, self._kept_every = profile, kept_every
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
-        self.owners: Owners = {id(p): b for b in bindings for p in b.params()}
+        self.owners: Owners = {id(p): b for b in bindings for p in b.trained()}
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
 
@@ -157,7 +157,7 @@ class Placer:
             UnsupportedError: An optimizer cannot run out of core.
         """
         plan = self.fitting(plan)
-        self._check_optimizers(plan)
+        self.check_optimizers(plan)
         by = tuple(self._rule_of(binding, plan) for binding in self._bindings)
         rules = self._rules
         if Rule.WHOLE in by:
@@ -220,7 +220,12 @@ class Placer:
             log.info("The trained weights of %s stay in %s memory.", what, tier)
         return found
 
-    def _check_optimizers(self, plan: Plan) -> None:
+    def check_optimizers(self, plan: Plan) -> None:
+        """Refuses a resolved plan with blocks that their optimizers cannot update where they are.
+
+        Raises:
+            UnsupportedError: Names plan, block and optimizer.
+        """
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
             foreign = [b for b in owners if b.capability is not Rule.NATIVE]
@@ -251,7 +256,7 @@ class Placer:
             device=self.device_memory is not None,
         )
         try:
-            self._check_optimizers(plan)
+            self.check_optimizers(plan)
         except UnsupportedError:
             return False
         return least_bytes(self.needs(plan)) < host_bytes
@@ -263,8 +268,8 @@ class Placer:
 
     def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
         """Without a disk, an optimizer that the engine does not know runs whole."""
-        pairs = zip(self._blocks, plan.blocks, strict=True)
-        mine = [p for b, p in pairs if any(self.owners.get(id(q)) is binding for q in b.params())]
+        pairs, members = zip(self._blocks, plan.blocks, strict=True), {id(p) for p in binding.params()}  # they may train later
+        mine = [p for b, p in pairs if any(id(q) in members for q in b.params())]
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # never on a device with memory of its own: checked
         as_ever = not on_disk and not (self._options.wants_steps and self._options.device is None)
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and as_ever else binding.capability
@@ -395,7 +400,7 @@ def native_state(part: Part, owners: Owners) -> int:
 
 
 def set_slots(blocks: Sequence[Block], owners: Owners) -> None:
-    """As a fit begins: parts that no optimizer updates get one slot on disk."""
+    """As a fit begins: parts without a parameter that trains get one slot on disk."""
     for part in [part for block in blocks for part in block.parts]:
         part.slots = 2 if any(id(p) in owners for p in part.params) else 1
         part.in_place = part.in_place if part.slots == 1 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +100,15 @@ class Session(Budgets):
             self._obstacle = self._obstacle or "the manifest of the store has the parts of before they were cut by optimizer"
         return inner
 
-    def start(self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False) -> None:
+    def start(
+        self,
+        optimizers: Sequence[Optimizer] | None,
+        rules: StepRules,
+        *,
+        default_root: Path,
+        resume: bool = False,
+        with_state: Collection[int] = (),
+    ) -> None:
         """Places the model and starts the engine. Weights leave memory as far as the budget asks.
 
         Args:
@@ -109,6 +117,7 @@ class Session(Budgets):
             rules: How gradients are used.
             default_root: Where files go by default.
             resume: ``disk_path`` holds an earlier run's store, whose last step counts.
+            with_state: The ``id``s of parameters for which that store has optimizer state.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -122,7 +131,10 @@ class Session(Budgets):
         log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
         self._fits, self.rules, self._resumes = optimizers is not None, rules, resume
         if optimizers is not None:
-            self.bindings = [OptimizerBinding(o, self._on_step, on_read=self.drain, on_load=self._promote) for o in optimizers]
+            self.bindings = [
+                OptimizerBinding(o, self._on_step, on_read=self.drain, on_load=self._promote, with_state=with_state)
+                for o in optimizers
+            ]
             for binding in self.bindings:
                 binding.check_params(self._known())
         wanted = self._fits and self.options.wants_steps
@@ -312,19 +324,22 @@ class Session(Budgets):
         self.running.handover(binding, scale)
 
     def _promote(self, binding: OptimizerBinding) -> None:
-        """Gives state to parameters that joined the optimizer during training (unfreezing)."""
-        executor = self.running
-        owners = executor.updater.owners
-        fresh = [p for p in binding.params() if id(p) not in owners]
-        if not fresh:
+        """Gives state to parameters that began to train since; see [Note: What trains]."""
+        if not binding.learn():
             return
+        executor = self.running
         binding.check_params(self._known())
-        ids = {id(p) for p in fresh}
+        before = executor.updater.owners
         executor.updater.own(self.bindings)
-        check_owners(self.blocks, executor.updater.owners)
-        self.steps.owners_changed()
-        executor.relearn(self._placer().model)
         owners = executor.updater.owners
+        check_owners(self.blocks, owners)
+        self.steps.owners_changed()
+        ids = owners.keys() - before.keys()
+        if not ids:
+            return
+        placer = self._placer()
+        placer.check_optimizers(executor.plan)
+        executor.relearn(placer.model)
         for block in self.blocks:
             for part in block.parts:
                 mine = [p for p in part.params if id(p) in ids]

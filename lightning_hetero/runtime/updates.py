@@ -55,7 +55,7 @@ class Updater:
         self.store, self.device = store, device
         self.blobs = StateBlobs(store)  # state that only an optimizer's own code knows
         self.rules = StepRules()  # how gradients are used, from one step to another
-        self.owners: dict[int, OptimizerBinding] = {}  # the optimizer of each parameter, by the parameter's ``id``
+        self.owners: dict[int, OptimizerBinding] = {}  # of each parameter that trains, by the parameter's ``id``
         self._updated: set[int] = set()  # parameters that this step has already updated
         self.begin_step()
 
@@ -72,8 +72,8 @@ class Updater:
                     self.blobs.drop(part, owner.optimizer)
 
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
-        """Learns which parameter belongs to which optimizer."""
-        self.owners = {id(p): b for b in bindings for p in b.params()}
+        """Learns which optimizer trains which parameter."""
+        self.owners = {id(p): b for b in bindings for p in b.trained()}
 
     def begin_step(self) -> None:
         """Begins a step. Hyper-parameters may have changed since the last one."""

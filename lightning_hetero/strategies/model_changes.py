@@ -166,6 +166,15 @@ class ModelChanges:
                 if on is not None:
                     setattr(self._modules[name], mode, on)
 
+    def with_state(self) -> set[int]:
+        """The ``id``s of parameters with optimizer state in the record; they may be frozen now."""
+        found: set[int] = set()
+        for groups, books in zip(self._wanted(), self._found.get("optimizers", ()), strict=False):
+            rows = books.get("steps") or books.get("state") or []
+            numbers = [number for group in groups for number in group]
+            found |= {id(self._params[number]) for number, row in zip(numbers, rows, strict=False) if row is not None}
+        return found
+
     @contextmanager
     def in_groups(self) -> Iterator[None]:
         """In the context the optimizers have the groups of the record.

@@ -205,7 +205,9 @@ class OffloadRun:
             self._callback = callbacks.make(self, self.autoplan)
             callbacks_of(trainer).insert(0, self._callback)
         with changes.in_groups():
-            session.start(optimizers, rules, default_root=local_root(trainer), resume=resumed is not None)
+            session.start(
+                optimizers, rules, default_root=local_root(trainer), resume=resumed is not None, with_state=changes.with_state()
+            )
         state = TrainingState(trainer, changes) if session.keeps_steps else None
         if resumed is not None:
             load_buffers(module, resumed["buffers"])

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +70,25 @@ class Case:
     tied: bool
     accumulate: int
     checkpointed: bool
+    everything: bool  # the optimizer has all parameters, as ``AdamW(self.parameters())``
+    frees: bool  # then part of the base is set free later
+
+
+class Frees(pl.Callback):
+    """Sets part of the base free after the second step, and freezes it after the third."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for name, param in pl_module.named_parameters():
+            if "layers.0.mlp" in name and "lora" not in name and "ia3" not in name:
+                param.requires_grad_(trainer.global_step == 2)
+
+
+class Masters(MasterWeightOptimizer):
+    """The reference for 16-bit weights. It has a master of each member; the state of those that trained counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "state": {number: state for number, state in found["state"].items() if "step" in state}}
 
 
 class Module(llama.LitLlama):
@@ -84,20 +104,21 @@ class Module(llama.LitLlama):
             return model
 
         super().__init__(build)
-        self.optimizer = optimizer
+        self.optimizer, self.everything = optimizer, case.everything
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer([p for p in self.parameters() if p.requires_grad])
+        return self.optimizer([p for p in self.parameters() if p.requires_grad or self.everything])
 
 
 def fit(case: Case, strategy: Any, folder: Path, *, stop: int | None = None, store: Path | None = None) -> Outcome:
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
     plain_16_bit = strategy == "auto" and case.precision == "bf16-true"
-    module = Module(case, partial(MasterWeightOptimizer, factory=adamw) if plain_16_bit else adamw)
+    frees = [Frees()] if case.everything and case.frees else []
+    module = Module(case, partial(Masters, factory=adamw) if plain_16_bit else adamw)
     torch.manual_seed(11)
     trainer = quiet_trainer(
         strategy=strategy, max_steps=STEPS, precision=case.precision, accumulate_grad_batches=case.accumulate,
-        default_root_dir=folder, callbacks=[] if stop is None else [EndsAt(stop)],
+        default_root_dir=folder, callbacks=[*frees, *([] if stop is None else [EndsAt(stop)])],
     )  # fmt: skip
     try:
         trainer.fit(module, llama.batches(), ckpt_path=None if store is None else str(store))
@@ -147,6 +168,8 @@ CASES = st.builds(
     tied=st.booleans(),
     accumulate=st.sampled_from([1, 1, 2]),
     checkpointed=st.booleans(),
+    everything=st.booleans(),
+    frees=st.booleans(),
 )
 
 

@@ -92,8 +92,8 @@ class Part:
         dtype: Dtype of all of them.
         num_elements: Length of the run in elements, padding included.
         arena: The reserved memory.
-        slots: Files of each array on disk: two, or one as long as no optimizer has a parameter of
-            the part and nothing has written it.
+        slots: Files of each array on disk: two, or one as long as no parameter of the part trains
+            and nothing has written it.
         in_place: Files of somebody else that have the weights, so that the store needs no copy.
         native: The native part; ``None`` while nothing is offloaded, and for parts that are updated
             in Python in host memory.
