@@ -328,7 +328,9 @@ class Session(Budgets):
         if not binding.learn():
             return
         executor = self.running
-        binding.check_params(self._known())
+        for one in self.bindings:
+            one.learn()  # parts may have parameters of several
+            one.check_params(self._known())
         before = executor.updater.owners
         executor.updater.own(self.bindings)
         owners = executor.updater.owners
