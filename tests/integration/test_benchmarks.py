@@ -131,6 +131,25 @@ def test_weights_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_adapters_reads_what_does_not_fit_and_writes_what_trains(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = ["--layers", "12", "--hidden", "512", "--vocabulary", "256", "--rank", "4", "--seq", "8"]
+    turns = ["--rounds", "1", "--steps", "2", "--warm-up", "1"]
+    result, _ = run("adapters.py", *model, *turns, "--plan", "disk", "--host-memory", "64MiB", "--dir", tmp_path, cwd=tmp_path)
+    assert result["same_losses"] is True
+    assert result["within"].keys() == {"peak_rss_bytes", "bytes_read_per_step", "bytes_written_per_step", "extra_disk_bytes"}
+    assert result["within"]["peak_rss_bytes"]
+    assert result["within"]["extra_disk_bytes"]
+    assert result["trained_state_bytes"] == 12 * 12 * 2 * 2 * 4 * 512
+    assert 0 < result["kept_bytes"] < 2 * result["frozen_bytes"]
+    # So small a state is read and written with as many bytes of footers, and with the record.
+    assert 0 < result["bytes_read_per_step"] <= result["read_bound_bytes"] + 2 * result["trained_state_bytes"]
+    assert 0.9 < result["written_ratio"] < 2
+    assert result["vs_limit"] > 0
+    assert [result[f"speedup_vs_{peer}"] for peer in ("accelerate", "airllm", "deepspeed")] == [None] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_chunked_head_prints_its_ratios(tmp_path: Path) -> None:
     result, output = run("chunked_head.py", "--vocabulary", "512", "--tokens", "32", "--hidden", "8", "--rounds", "1", cwd=tmp_path)
     for key in ("peak_ratio_frozen", "peak_ratio_trained", "time_ratio_frozen", "time_ratio_trained"):
