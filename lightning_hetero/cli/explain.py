@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_hetero.cli import planning, reasons
 from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
-from lightning_hetero.cli.plan import comparison, describe, paper_optimum
+from lightning_hetero.cli.plan import comparison, described_with_head, paper_optimum
 from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
 from lightning_hetero.errors import ConfigError, PlanError
@@ -74,11 +74,12 @@ def run(path: Path, request: Request, *, as_json: bool) -> None:
         ConfigError: The plan or the request is wrong.
         PlanError: The plan does not fit the machine.
     """
-    explanation = explain(*load_plan(path, request))
+    plan, request = load_plan(path, request)
+    explanation = explain(plan, request)
     if as_json:
         print_json(to_json(explanation))
     else:
-        _print(explanation)
+        _print(explanation, described_with_head(request, explanation.model, explanation.hardware))
 
 
 def explain(plan: Plan, request: Request) -> Explanation:
@@ -161,10 +162,10 @@ def to_json(e: Explanation) -> dict[str, Any]:
     }
 
 
-def _print(e: Explanation) -> None:
+def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
-    screen.print(pairs("", {"plan": e.plan.name, **describe(e.model, e.hardware), "step": step, **paper_optimum(e.plan)}))
+    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **paper_optimum(e.plan)}))
     screen.print(_placements(e))
     screen.print(_where(e))
     screen.print(_alternatives(e.alternatives, p.iteration_s))

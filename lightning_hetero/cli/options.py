@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +42,9 @@ Quantize = Annotated[
     Literal["nf4", "nf4-double", "int8"] | None,
     typer.Option(help="How frozen weights are stored, as bitsandbytes does.", rich_help_panel=_MODEL),
 ]
+ChunkedHead = Annotated[
+    bool, typer.Option("--chunked-head", help="Head and loss in chunks: chunked_head=True.", rich_help_panel=_MODEL)
+]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences per step and device.", rich_help_panel=_MODEL)]
 Sequence = Annotated[int | None, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL)]
 Precision = Annotated[
@@ -72,6 +75,7 @@ class Request:
         model_config: A Hugging Face model's ``config.json``, or its folder: ``--model``.
         lora: Adapters of that model, such as ``"r=16,targets=q,v"``.
         quantize: How its frozen weights are stored.
+        chunked_head: 1: its head and loss are computed in chunks.
         batch: Sequences per step and device, for ``preset_model`` or ``model_config``.
         sequence: Tokens per sequence, for the same.
         precision: Bits of a weight, ``"16"`` or ``"32"``, for the same.
@@ -90,6 +94,7 @@ class Request:
     model_config: Path | None = None
     lora: str | None = None
     quantize: str | None = None
+    chunked_head: int | None = None
     batch: int | None = None
     sequence: int | None = None
     precision: str | None = None
@@ -109,6 +114,7 @@ class Request:
             if values["lora"] is None:
                 raise ConfigError("--dora says how adapters are made; give --lora too, such as --lora r=16,targets=q,v.")
             values["lora"] += ",dora=true"
+        values["chunked_head"] = 1 if values["chunked_head"] else None
         return cls(**values)
 
     def given(self) -> str:
@@ -159,7 +165,7 @@ class Request:
         if self.model_config is not None:  # and so do two models
             values["preset_model"] = None
         elif self.preset_model is not None:
-            values |= {"model_config": None, "lora": self.lora, "quantize": self.quantize}
+            values |= {"model_config": None, **{key: getattr(self, key) for key in _OF_CONFIG}}
         return Request(**values)
 
     def _names(self, keys: Iterable[str]) -> bool:
@@ -192,8 +198,8 @@ class Request:
             raise ConfigError(
                 "--model-profile was measured at one batch; --batch, --sequence, --precision go with --preset-model or --model."
             )
-        if self.model_config is None and self._names(("lora", "quantize")):
-            raise ConfigError("--lora and --quantize go with --model: the config.json of a Hugging Face model, or its folder.")
+        if self.model_config is None and self._names(_OF_CONFIG):
+            raise ConfigError(f"{_flags(_OF_CONFIG)} go with --model: the config.json of a Hugging Face model, or its folder.")
         _, *parts = _MACHINE_KEYS
         if self.hardware_profile is not None and self._names(parts):
             raise ConfigError(f"--hardware-profile is a whole machine; {_flags(parts)} go without it.")
@@ -231,7 +237,7 @@ class Request:
         itemsize = int(self.precision or 16) // 8
         if self.model_config is not None:
             batch, sequence = self._shape("model_config")
-            tuning = presets.Tuning.parse(lora=self.lora, quantize=self.quantize)
+            tuning = presets.Tuning.parse(lora=self.lora, quantize=self.quantize, chunked_head=bool(self.chunked_head))
             return presets.from_config(
                 self.model_config, tuning, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize
             )
@@ -239,6 +245,15 @@ class Request:
             raise _which_model("none")
         batch, sequence = self._shape("preset_model")
         return presets.model(self.preset_model, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
+
+    def with_chunked_head(self, hardware: HardwareProfile) -> ModelProfile | None:
+        """The model with its head in chunks; ``None`` if it has that already, or cannot have it."""
+        if self.model_config is None or self.chunked_head:
+            return None
+        try:
+            return replace(self, chunked_head=1).model(hardware)
+        except ConfigError:
+            return None
 
     def model_alone(self) -> ModelProfile:
         """The model without a machine.
@@ -266,9 +281,10 @@ def _this_machine() -> HardwareProfile:
         return measure()
 
 
-_COUNTS = ("batch", "sequence", "devices")
+_COUNTS = ("batch", "sequence", "devices", "chunked_head")
 _MODELS = ("model_profile", "preset_model", "model_config")
-_MODEL_KEYS = (*_MODELS, "lora", "quantize", "batch", "sequence", "precision")
+_OF_CONFIG = ("lora", "quantize", "chunked_head")
+_MODEL_KEYS = (*_MODELS, *_OF_CONFIG, "batch", "sequence", "precision")
 _FILES = ("model_profile", "hardware_profile", "model_config")
 _MACHINE_KEYS = ("hardware_profile", "machine", "device", "host_memory", "disk", "devices", "link")
 

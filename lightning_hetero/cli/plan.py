@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.cli import planning
+from lightning_hetero.cli.head import logits
 from lightning_hetero.cli.options import Request
 from lightning_hetero.cli.output import console, count, pairs, plain, print_json, seconds, table, write_text
 from lightning_hetero.cli.planning import Outcome
@@ -38,7 +39,9 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
     outcomes = planning.run(chosen, model, hardware, given)
     best = min(outcomes, key=lambda o: o.iteration_s)
     if best.plan is None:
-        raise _with_batch(_refusal(outcomes), request, hardware, lambda smaller: planning.fits(chosen, smaller, hardware, given))
+        raise _with_remedies(
+            _refusal(outcomes), request, model, hardware, lambda other: planning.fits(chosen, other, hardware, given)
+        )
     if out is not None:
         origin = request.origin(folder=out.absolute().parent)
         if given:
@@ -48,7 +51,8 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
         rows = [outcome.to_json() for outcome in outcomes]
         print_json(rows if planner == planning.ALL else rows[0])
         return
-    _print(outcomes if planner == planning.ALL else [best], best.plan, model, hardware, out=out)
+    about = described_with_head(request, model, hardware)
+    _print(outcomes if planner == planning.ALL else [best], best.plan, model, about, out=out)
 
 
 def _refusal(outcomes: Sequence[Outcome]) -> Exception:
@@ -64,31 +68,43 @@ def _refusal(outcomes: Sequence[Outcome]) -> Exception:
     )
 
 
-def _with_batch(refusal: Exception, request: Request, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]) -> Exception:
-    """A refusal with one more remedy: the largest batch that fits, if the batch is an option.
+def _with_remedies(
+    refusal: Exception, request: Request, model: ModelProfile, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]
+) -> Exception:
+    """A refusal with more remedies: a head in chunks, and the largest batch that fits.
 
     Args:
         refusal: Why there is no plan.
         request: What was asked for.
+        model: Its model.
         hardware: Its machine.
         fits: Whether there is a plan for another model.
     """
-    if not isinstance(refusal, PlanError) or request.batch is None or request.batch == 1:
+    if not isinstance(refusal, PlanError):
         return refusal
-    enough, too_many = 0, request.batch
+    remedies = [str(refusal)]
+    if (head := logits(request, model, hardware)) is not None:
+        remedies.append(f"The head: {head}{', and it fits' if fits(head.model) else ''}.")
+    if request.batch is not None and request.batch > 1:
+        remedies.append(_smaller_batch(request, request.batch, hardware, fits))
+    return PlanError(" ".join(remedies), tier=refusal.tier, shortfall_bytes=refusal.shortfall_bytes)
+
+
+def _smaller_batch(request: Request, too_many: int, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]) -> str:
+    """The largest batch that fits; ``too_many`` does not."""
+    enough = 0
     while too_many - enough > 1:
         batch = (enough + too_many) // 2
         if fits(replace(request, batch=batch).model(hardware)):
             enough = batch
         else:
             too_many = batch
-    found = f"A smaller batch: --batch {enough} fits." if enough else "No smaller batch fits, not even --batch 1."
-    return PlanError(f"{refusal} {found}", tier=refusal.tier, shortfall_bytes=refusal.shortfall_bytes)
+    return f"A smaller batch: --batch {enough} fits." if enough else "No smaller batch fits, not even --batch 1."
 
 
-def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, hardware: HardwareProfile, *, out: Path | None) -> None:
+def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, about: Mapping[str, str], *, out: Path | None) -> None:
     screen = console()
-    screen.print(pairs("", describe(model, hardware)))
+    screen.print(pairs("", about))
     if len(outcomes) == 1:
         screen.print(pairs(f"Plan of {best.name}", _details(best, outcomes[0].planning_s, model)))
     else:
@@ -110,6 +126,12 @@ def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
         "model": f"{model.name}: {size}, {model.tokens} tokens a step",
         "machine": f"{hardware.name}: {memory}, {disk}",
     }
+
+
+def described_with_head(request: Request, model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
+    """As :func:`describe`, and a line on the head if its logits dominate memory."""
+    head = logits(request, model, hardware)
+    return describe(model, hardware) | ({} if head is None else {"head": str(head)})
 
 
 def _details(plan: Plan, planning_s: float, model: ModelProfile) -> dict[str, str]:

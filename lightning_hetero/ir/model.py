@@ -15,6 +15,9 @@ from lightning_hetero.ir.plan import TRAINED
 FORMAT = "lightning-hetero-model"
 VERSION = 1
 
+CHUNK_LOGITS = 1 << 25
+"""Logits that a chunked head computes at a time: 128 MiB in fp32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorProfile:

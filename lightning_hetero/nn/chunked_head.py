@@ -28,9 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_hetero.errors import ConfigError
-
-CHUNK_LOGITS = 1 << 25
-"""Logits of one chunk: 128 MiB in fp32."""
+from lightning_hetero.ir.model import CHUNK_LOGITS
 
 _REDUCTIONS = ("mean", "sum")
 

@@ -126,12 +126,12 @@ def _of_profile(model: ModelProfile) -> dict[str, Sizes]:
     return {name: Sizes(**{key: row[key] for key in Sizes.__dataclass_fields__}) for name, row in found.items()}
 
 
-def _of_module(model: nn.Module, blocks: Mapping[str, Sizes]) -> dict[str, Sizes]:
-    """The same of a built model, whose parameters belong to the block that their name begins with."""
+def _of_module(model: nn.Module, blocks: Mapping[str, Sizes], *, rest: str = "") -> dict[str, Sizes]:
+    """The same of a built model, whose parameters belong to the block that their name begins with, or to ``rest``."""
     found = {name: Counter[str]() for name in blocks}
     for name, param in model.named_parameters():
         inner = name.removeprefix("base_model.model.")
-        (block,) = [b for b in blocks if inner == b or inner.startswith(b + ".")]
+        (block,) = [b for b in blocks if inner == b or inner.startswith(b + ".")] or [rest]
         own = {"params": param.numel(), "num_bytes": param.nbytes}
         found[block].update(own)
         if param.requires_grad:
@@ -192,6 +192,63 @@ def test_adapters_have_the_sizes_of_pefts(name: str, text: str, names: str | lis
     found = _of_profile(_profile(name, tuning, tmp_path))
     assert found == _of_module(model, found)
     assert sum(sizes.trained for sizes in found.values()) > 0
+
+
+PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("r=6,targets=q,v,rank_pattern=q_proj:3,alpha_pattern=q_proj:9", {"rank_pattern": {"q_proj": 3}}),
+    "qwen3": (
+        r"r=6,targets=q,v,rank_pattern=layers.1.*q_proj:2,q_proj:9",
+        {"rank_pattern": {"layers.1.*q_proj": 2, "q_proj": 9}},
+    ),
+    "mistral": ("r=6,targets=q,v,modules_to_save=lm_head", {"modules_to_save": ["lm_head"]}),
+    "llama-tied": ("r=6,targets=q,v,modules_to_save=embed_tokens,lm_head", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "llama-biases": (
+        "r=6,targets=q,v,modules_to_save=input_layernorm,norm,v_proj",
+        {"modules_to_save": ["input_layernorm", "norm", "v_proj"]},
+    ),
+    "gemma3": ("r=6,targets=q,v,modules_to_save=mlp,dora=true", {"modules_to_save": ["mlp"], "use_dora": True}),
+    "gpt2": ("r=6,targets=c_attn,modules_to_save=lm_head,ln_f", {"modules_to_save": ["lm_head", "ln_f"]}),
+}
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ranks_of_their_own_and_modules_that_are_saved_have_the_sizes_of_pefts(name: str, itemsize: int, tmp_path: Path) -> None:
+    text, settings = PATTERNS[name]
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    targets = ["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"]
+    model = peft.get_peft_model(_built(name, dtype), peft.LoraConfig(r=6, target_modules=targets, **settings))
+    profile = _profile(name, Tuning.parse(lora=text, quantize=None), tmp_path, itemsize)
+    found, last = _of_profile(profile), profile.blocks[-1].name
+    assert found == _of_module(model, found, rest=last)  # a tied head is part of the last block
+    state = sum(profile.state_bytes(block) for block in profile.blocks)
+    assert state == sum(p.numel() * (8 if p.itemsize == 4 else 12) for p in model.parameters() if p.requires_grad)
+    # The two copies of a saved module outside of the layers are two blocks there, and one here.
+    names = [
+        s.name.removeprefix("base_model.model.").split(".original_module")[0].split(".modules_to_save")[0] for s in partition(model)
+    ]
+    known = [block.name for block in profile.blocks]
+    assert known == [*dict.fromkeys(name if name in known else last for name in names)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("r=2,targets=q,modules_to_save=lm_haed", "Did you mean 'lm_head'"),
+        ("r=2,targets=q,rank_pattern=v_proj:3", "rank_pattern 'v_proj' fits no"),
+        ("r=2,targets=q,rank_pattern=q_proj", "the rank 'q_proj'"),
+        ("r=2,targets=q,modules_to_save=", "names nothing"),
+    ],
+)
+def test_names_that_fit_nothing_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _profile("llama", Tuning.parse(lora=text, quantize=None), tmp_path)
+
+
+def test_saved_modules_that_are_quantized_are_refused(tmp_path: Path) -> None:
+    tuning = Tuning.parse(lora="r=2,targets=q,modules_to_save=v_proj", quantize="nf4")
+    with pytest.raises(ConfigError, match="v_proj is in modules_to_save, and quantized weights cannot train"):
+        _profile("llama", tuning, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "deepseek-v3", "olmoe"])

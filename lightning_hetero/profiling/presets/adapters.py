@@ -13,6 +13,7 @@ The sum is a tensor as large as the experts, and its gradient is computed in ful
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ Source: PEFT 0.21, ``utils/transformers_weight_conversion.py``.
 _ALL = "all-linear"
 _SUFFIX = "_proj"
 _EXAMPLE = "such as 'r=16,targets=q,v'"
+_LISTS = ("targets", "modules_to_save", "rank_pattern", "alpha_pattern")
+_ALLOWED = f"r=N,targets=NAME,..., dora=true, modules_to_save=NAME,..., rank_pattern=NAME:N,..., {_EXAMPLE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,38 +46,52 @@ class Lora:
             name; or ``"all-linear"``. ``"q"`` stands for ``"q_proj"`` in models that have no
             ``"q"``.
         dora: Whether each adapter has a vector of magnitudes too.
+        saved: Ends of the names of modules that train as a whole, PEFT's ``modules_to_save``: each
+            has a copy that trains beside the frozen one, and no adapter.
+        pattern: Names, or regular expressions that end them, and ranks of their own, as PEFT's
+            ``rank_pattern``. The first that fits counts.
     """
 
     rank: int
     targets: tuple[str, ...]
     dora: bool = False
+    saved: tuple[str, ...] = ()
+    pattern: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Reads ``"r=16,targets=q,v"``, with ``dora=true`` perhaps.
+        """Reads ``"r=16,targets=q,v"``, with other settings of PEFT perhaps.
 
-        What follows ``targets=`` without a key are further names.
+        What follows a list's first name without a key are further names of it. An
+        ``alpha_pattern`` changes no size.
 
         Raises:
-            ConfigError: A key is unknown or missing, or the rank is no positive whole number.
+            ConfigError: A key is unknown or missing, or a rank is no positive whole number.
         """
-        rank, targets, dora, key = "", list[str](), False, ""
+        lists: dict[str, list[str]] = {name: [] for name in _LISTS}
+        single: dict[str, str] = {}
+        key = ""
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, value = (p.strip() for p in part.partition("="))
             if not equals:
                 name, value = key, name
             key = name
-            if name == "r" and not rank:
-                rank = value
-            elif name == "targets":
-                targets.append(value)
-            elif name == "dora" and value in ("true", "false"):
-                dora = value == "true"
+            if name in lists:
+                lists[name].append(value)
+            elif name in ("r", "dora") and name not in single:
+                single[name] = value
             else:
-                raise ConfigError(f"--lora {text!r}: {part!r} is not understood; allowed: r=N,targets=NAME,..., {_EXAMPLE}.")
-        if not rank.isdecimal() or int(rank) < 1 or not all(targets) or not targets:
-            raise ConfigError(f"--lora {text!r}; allowed: r=N with N of at least 1, and targets=NAME,..., {_EXAMPLE}.")
-        return cls(rank=int(rank), targets=tuple(targets), dora=dora)
+                raise ConfigError(f"--lora {text!r}: {part!r} is not understood; allowed: {_ALLOWED}.")
+        if single.get("dora", "false") not in ("true", "false"):
+            raise ConfigError(f"--lora {text!r}: dora={single['dora']}; allowed: true, false.")
+        pattern = tuple((name, _rank(text, rank)) for name, _, rank in (p.rpartition(":") for p in lists["rank_pattern"]))
+        targets = tuple(lists["targets"])
+        if not targets or not all((*targets, *lists["modules_to_save"], *(name for name, _ in pattern))):
+            raise ConfigError(f"--lora {text!r} names nothing; allowed: {_ALLOWED}.")
+        return cls(
+            rank=_rank(text, single.get("r", "")), targets=targets, dora=single.get("dora") == "true",
+            saved=tuple(lists["modules_to_save"]), pattern=pattern,
+        )  # fmt: skip
 
     def adapted(self, layout: Layout) -> dict[str, int]:
         """Names of the modules that get an adapter, and its rank.
@@ -87,7 +104,11 @@ class Lora:
         """
         earlier = EXPERTS.get(layout.experts, {})
         names = {name for target in self.targets for name in _names(target, layout, earlier)}
-        ranks = {m.name: self.rank for name in names - set(earlier) for m in _taking(name, layout)}
+        taking = {m.name for name in names - set(earlier) for m in _taking(name, layout) if not self.saves(m)}
+        ranks = {name: self._rank_of(name) for name in taking}
+        for pattern, _ in self.pattern:
+            if not any(_ends(pattern, name) for name in taking):
+                raise ConfigError(f"--lora: rank_pattern {pattern!r} fits no linear layer or embedding that has an adapter.")
         for new, old in _fused(earlier).items():
             given = old & names
             if given and given != old:
@@ -103,6 +124,29 @@ class Lora:
                 )
             ranks |= {m.name: self.rank * len(old) for m in found}
         return ranks
+
+    def saves(self, module: Module) -> bool:
+        """Whether a module, or one that it is in, trains as a whole."""
+        parts = module.name.split(".")
+        around = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        return bool(self.saved) and any(name.endswith(self.saved) for name in around)
+
+    def check_saved(self, layout: Layout) -> None:
+        """Refuses names in ``saved`` that no module with weights has.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        for name in self.saved:
+            if not any(Lora(rank=1, targets=(), saved=(name,)).saves(m) for m in layout.modules):
+                known = sorted({m.name.rsplit(".", 1)[-1] for m in layout.modules})
+                raise ConfigError(
+                    f"--lora: modules_to_save={name}: the model has no such module.{did_you_mean(name, known)} "
+                    f"It has {', '.join(known)}."
+                )
+
+    def _rank_of(self, name: str) -> int:
+        return next((rank for pattern, rank in self.pattern if _ends(pattern, name)), self.rank)
 
     def params(self, module: Module, rank: int) -> int:
         """Elements that an adapter adds to a module, all of them trained."""
@@ -155,6 +199,17 @@ class Lora:
         results = ITEMSIZE * tokens * module.outputs if itemsize != ITEMSIZE else 0
         sums = 3 * ITEMSIZE * module.inputs * module.outputs if self.dora else 0
         return results + sums
+
+
+def _rank(text: str, rank: str) -> int:
+    if not rank.isdecimal() or int(rank) < 1:
+        raise ConfigError(f"--lora {text!r}: the rank {rank!r}; allowed: r=N with N of at least 1, {_EXAMPLE}.")
+    return int(rank)
+
+
+def _ends(pattern: str, name: str) -> bool:
+    """Whether a pattern fits a module's name. Source: PEFT 0.21, ``get_pattern_key``."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
 def is_tensor(module: Module) -> bool:

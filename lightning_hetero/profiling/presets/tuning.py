@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.model import BlockProfile, OperatorProfile
+from lightning_hetero.ir.model import CHUNK_LOGITS, BlockProfile, OperatorProfile
 from lightning_hetero.ir.plan import TRAINED, is_divided
 from lightning_hetero.profiling.presets import adapters
 from lightning_hetero.profiling.presets.adapters import Lora
 from lightning_hetero.profiling.presets.quantization import Quantization, is_quantized
-from lightning_hetero.profiling.presets.rows import Layout, Operator, Rows
+from lightning_hetero.profiling.presets.rows import Layout, Module, Operator, Rows
 from lightning_hetero.profiling.presets.transformers import Shape
 
 _ID_BYTES = 8  # of a token
@@ -34,17 +34,19 @@ class Tuning:
     Attributes:
         lora: Its adapters; ``None``: all weights train.
         quantization: How its frozen weights are stored; ``None``: in the compute dtype.
+        chunked_head: Whether head and loss are computed in chunks: the strategy's option.
     """
 
     lora: Lora | None = None
     quantization: Quantization | None = None
+    chunked_head: bool = False
 
     def __post_init__(self) -> None:
         if self.quantization is not None and self.lora is None:
             raise ConfigError(f"--quantize {self.quantization}: quantized weights cannot train. Give --lora too.")
 
     @classmethod
-    def parse(cls, *, lora: str | None, quantize: str | None) -> Tuning:
+    def parse(cls, *, lora: str | None, quantize: str | None, chunked_head: bool = False) -> Tuning:
         """Reads the command line's options.
 
         Raises:
@@ -54,7 +56,9 @@ class Tuning:
         if quantize is not None and quantize not in kinds:
             raise ConfigError(f"--quantize {quantize!r}; allowed: {', '.join(kinds)}.")
         return cls(
-            lora=None if lora is None else Lora.parse(lora), quantization=None if quantize is None else Quantization(quantize)
+            lora=None if lora is None else Lora.parse(lora),
+            quantization=None if quantize is None else Quantization(quantize),
+            chunked_head=chunked_head,
         )
 
 
@@ -74,10 +78,14 @@ class TunedModel:
         """The blocks in the order of forward; the trained part of a frozen block before the rest.
 
         Raises:
-            ConfigError: A target names no module.
+            ConfigError: A target names no module, or weights that are quantized would train.
         """
         lora = self.tuning.lora
         ranks = dict[str, int]() if lora is None else lora.adapted(self.layout)
+        if lora is not None:
+            lora.check_saved(self.layout)
+        if self.tuning.chunked_head:
+            _check_chunks(self.layout, ranks)
         tuned = (_Tuned(rows, shape, self.tuning, ranks) for rows in self.layout.blocks)
         return tuple(profile for block in tuned for profile in block.profiles(flop_per_s))
 
@@ -99,6 +107,11 @@ class _Tuned:
         self._lora = tuning.lora
         self._adapted = [(m, ranks[m.name]) for m in rows.modules if m.name in ranks]
         self._ranks = {m.name: rank for m, rank in self._adapted}
+        self._saved = [m for m in rows.modules if self._lora is not None and self._lora.saves(m)]
+        if tuning.quantization is not None and (bad := next(filter(is_quantized, self._saved), None)) is not None:
+            raise ConfigError(
+                f"--quantize {tuning.quantization}: {bad.name} is in modules_to_save, and quantized weights cannot train."
+            )
 
     def profiles(self, flop_per_s: float) -> Iterator[BlockProfile]:
         """The block, or its trained part and the rest; nothing if it has no parameters."""
@@ -122,7 +135,13 @@ class _Tuned:
             for m in modules
         )
         added = sum(self._lora.params(m, rank) for m, rank in self._adapted)
-        return _Stored(base, num_bytes), _Stored(added, added * adapters.ITEMSIZE, added * _state_itemsize(adapters.ITEMSIZE))
+        copies = sum(replace(m, tied=False).num_params for m in self._saved)
+        trained = _Stored(
+            added + copies,
+            added * adapters.ITEMSIZE + copies * e,
+            added * _state_itemsize(adapters.ITEMSIZE) + copies * _state_itemsize(e),
+        )
+        return _Stored(base, num_bytes), trained
 
     def _trained_part(self, trained: _Stored) -> BlockProfile:
         part = BlockProfile(
@@ -172,6 +191,8 @@ class _Tuned:
         shape, kept = self._shape, operator.kept or self._is_read(operator.name)
         num_bytes = shape.tokens * operator.width * (operator.itemsize or shape.itemsize) if kept else 0
         module = operator.module
+        if module is not None and self._is_chunked(module):
+            num_bytes = shape.tokens * module.inputs * shape.itemsize  # the gradient of its input, from forward
         if self._lora is not None and module is not None and (rank := self._ranks.get(module.name)):
             num_bytes += self._lora.kept_bytes(module, rank, tokens=shape.tokens, itemsize=shape.itemsize)
         flop = self._forward_flop(operator)
@@ -182,11 +203,15 @@ class _Tuned:
 
         Adapters in another dtype than the activations read a copy.
         """
-        readers = (o.module for o in self._rows.operators if o.reads == name and o.module is not None)
+        modules = (o.module for o in self._rows.operators if o.reads == name and o.module is not None)
+        readers = (m for m in modules if not self._is_chunked(m))
         if self._lora is None:
             return any(True for _ in readers)
         same = self._shape.itemsize == adapters.ITEMSIZE
-        return any(m.name in self._ranks and (same or adapters.is_tensor(m)) for m in readers)
+        return any(m in self._saved or (m.name in self._ranks and (same or adapters.is_tensor(m))) for m in readers)
+
+    def _is_chunked(self, module: Module) -> bool:
+        return module.head and self._tuning.chunked_head
 
     def _forward_flop(self, operator: Operator) -> int:
         tokens, module = self._shape.tokens, operator.module
@@ -203,7 +228,7 @@ class _Tuned:
         forward = sum(map(self._forward_flop, self._rows.operators))
         if self._lora is None:
             return forward, 2 * forward
-        summed = {m.name for m, _ in self._adapted if adapters.is_tensor(m)}
+        summed = {m.name for m, _ in self._adapted if adapters.is_tensor(m)} | {m.name for m in self._saved}
         frozen = sum(m.flop for m in self._rows.modules if m.name not in summed) * self._shape.tokens
         once = sum(self._lora.forward_only_flop(m, rank) for m, rank in self._adapted)
         return forward, frozen + 2 * (forward - frozen - once)
@@ -211,6 +236,8 @@ class _Tuned:
     def _transient_bytes(self) -> int:
         rows, tokens, e = self._rows, self._shape.tokens, self._shape.itemsize
         held = tokens * (rows.transient_width * e + rows.transient_fp32 * 4)
+        if (head := next(filter(self._is_chunked, rows.modules), None)) is not None:
+            held = min(max(CHUNK_LOGITS, head.outputs), tokens * head.outputs) * (e + 4 * (e != 4))
         restored = max((m.weight_params * e for m in rows.modules if self._tuning.quantization and is_quantized(m)), default=0)
         lora = self._lora
         added = 0 if lora is None else max((lora.transient_bytes(m, tokens, e) for m, _ in self._adapted), default=0)
@@ -218,6 +245,17 @@ class _Tuned:
 
 
 _NOTHING = _Stored(0, 0)
+
+
+def _check_chunks(layout: Layout, ranks: Mapping[str, int]) -> None:
+    """Refuses what ``chunked_head=True`` of the strategy refuses."""
+    rows, head = next(((rows, m) for rows in layout.blocks for m in rows.modules if m.head), (None, None))
+    if rows is None or head is None:
+        raise ConfigError("--chunked-head: the model has no linear head.")
+    last = rows.operators[-1]
+    if head.name in ranks or last.module is not head:
+        why = "has an adapter" if head.name in ranks else f"is followed by {last.name}"
+        raise ConfigError(f"--chunked-head: {head.name} {why}, so head and loss cannot be computed in chunks.")
 
 
 def _state_itemsize(itemsize: int) -> int:

@@ -132,9 +132,63 @@ def test_options_that_make_no_model_are_refused(model: list[str], machine: list[
 
 def test_adapters_belong_to_a_hugging_face_model(machine: list[str]) -> None:
     refused = parsed("plan", "--preset-model", "gpt2", "--batch", "1", "--sequence", "8", *machine, *LORA, code=2)["error"]
-    assert "--lora and --quantize go with --model" in refused
+    assert "--lora, --quantize, --chunked-head go with --model" in refused
     needs = parsed("plan", "--model", "x", *machine, code=2)["error"]
     assert "--model x needs --batch and --sequence" in needs
+
+
+# ---- a head in chunks as a remedy -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wordy(tmp_path: Path) -> list[str]:
+    """A model whose logits take more memory than all else: 4 x 512 tokens, 65536 words."""
+    config = {**TINY, "vocab_size": 65536}
+    return ["--model", str(_written(tmp_path / "wordy", config)), "--batch", "4", "--sequence", "512", *LORA]
+
+
+def test_logits_that_dominate_are_named_with_what_chunks_save(wordy: list[str], tmp_path: Path) -> None:
+    machine = _machine(tmp_path, device_mib=8192)
+    shown = " ".join(invoke("plan", *wordy, *machine, "--planner", "resident").stdout.split())
+    found = re.search(r"head its logits take ([\d.]+) GiB; chunked_head=True saves ([\d.]+) (?:M|G)iB", shown)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(2048 * 65536 * (4 + 4 + 2) / 2**30, abs=0.06)
+    paths = tmp_path / "whole.json", tmp_path / "chunked.json"
+    whole, less = (
+        parsed("plan", *wordy, *machine, "--planner", "resident", *more, "--out", path)["predicted"]["device_peak_bytes"]
+        for path, more in zip(paths, ([], ["--chunked-head"]), strict=True)
+    )
+    assert whole - less > 2**29
+    assert load_plan(paths[1], Request())[1].chunked_head == Plan.load(paths[1]).origin["chunked_head"] == 1
+    assert "logits" not in invoke("plan", *wordy, "--chunked-head", *machine, "--planner", "resident").stdout
+    assert "its logits take" in " ".join(invoke("explain", paths[0]).stdout.split())
+
+
+def test_small_logits_are_not_named(model: list[str], machine: list[str]) -> None:
+    assert "logits" not in invoke("plan", *model, *machine, "--planner", "resident").stdout
+
+
+def test_a_refusal_names_a_head_in_chunks(wordy: list[str], tmp_path: Path) -> None:
+    options = [*wordy, *_machine(tmp_path, device_mib=1900), "--planner", "resident"]
+    assert "chunked_head=True saves" in (refused := parsed("plan", *options, code=2)["error"])
+    assert "and it fits" in refused
+    parsed("plan", *options, "--chunked-head")
+    tight = parsed("plan", *wordy, *_machine(tmp_path, device_mib=1030), "--planner", "resident", code=2)["error"]
+    assert "chunked_head=True saves" in tight
+    assert "and it fits" not in tight
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"final_logit_softcapping": 30.0, "model_type": "gemma2"}, "is followed by softcapping"), ({}, "has an adapter")],
+)
+def test_heads_that_cannot_be_cut_are_refused(more: dict[str, Any], why: str, tmp_path: Path) -> None:
+    machine = _machine(tmp_path, device_mib=8192)
+    folder = _written(tmp_path / "other", {**TINY, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 65536, **more})
+    lora = LORA if more else ["--lora", "r=8,targets=q,lm_head"]
+    options = ["--model", folder, "--batch", "4", "--sequence", "512", *lora, *machine, "--planner", "resident"]
+    assert why in parsed("plan", *options, "--chunked-head", code=2)["error"]
+    assert "chunked_head" not in invoke("plan", *options).stdout
 
 
 # ---- a smaller batch as a remedy --------------------------------------------------------------------------------------------
