@@ -26,7 +26,7 @@ from lightning_hetero._native.kernels import (
     sum_of_squares,
 )
 from lightning_hetero._native.library import ABI_VERSION, BF16, F16, F32, LIBRARY_ENV, U8, library_path
-from lightning_hetero._native.store import Arena, InPlacePart, NativePart, Patch, Run, RunFile, Store
+from lightning_hetero._native.store import Arena, InPlacePart, NativePart, Patch, RunFile, Store
 
 __all__ = [
     "ABI_VERSION",
@@ -48,7 +48,6 @@ __all__ = [
     "NativePart",
     "PartGeometry",
     "Patch",
-    "Run",
     "RunFile",
     "Segment",
     "Store",

@@ -336,22 +336,6 @@ class RunFile(NamedTuple):
     mtime_ns: int
 
 
-class Run(NamedTuple):
-    """Bytes of a file that appear in a part.
-
-    Attributes:
-        offset: First byte in the part.
-        file: Number of the file.
-        start: First byte in the file.
-        num_bytes: How many.
-    """
-
-    offset: int
-    file: int
-    start: int
-    num_bytes: int
-
-
 class InPlacePart(NativePart):
     """A part whose weights are read in place from files that are never written.
 
@@ -359,7 +343,8 @@ class InPlacePart(NativePart):
         geometry: Its shape: U8, weights on disk, no state, one slot. Its id means nothing.
         weights_address: As for :class:`NativePart`.
         files: The files.
-        runs: What of them it is, sorted by offset; what is between them is zero.
+        runs: What of them it is, sorted; what is between is zero. Each is the first byte in the
+            part, the number of the file, the first byte in the file, and how many bytes.
         direct_io: Bypass the page cache where the file system can.
 
     Raises:
@@ -370,13 +355,19 @@ class InPlacePart(NativePart):
     __slots__ = ()
 
     def __init__(
-        self, geometry: PartGeometry, weights_address: int, *, files: Sequence[RunFile], runs: Sequence[Run], direct_io: bool
+        self,
+        geometry: PartGeometry,
+        weights_address: int,
+        *,
+        files: Sequence[RunFile],
+        runs: Sequence[tuple[int, int, int, int]],
+        direct_io: bool,
     ) -> None:
         self.geometry = geometry
         self._keep = (None, None)
         check_address("weights_address", weights_address, alignment=_PAGE)
         c_files = (CRunFile * len(files))(*(CRunFile(os.fsencode(f.path), f.num_bytes, f.mtime_ns) for f in files))
-        c_runs = (CRun * len(runs))(*(CRun(r.offset, r.start, r.num_bytes, r.file) for r in runs))
+        c_runs = (CRun * len(runs))(*(CRun(offset, start, num_bytes, file) for offset, file, start, num_bytes in runs))
         opened = functions()["block_open_runs"](
             ctypes.byref(geometry.as_c()), weights_address, c_files, len(files), c_runs, len(runs), bool(direct_io)
         )

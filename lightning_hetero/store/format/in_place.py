@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,8 +91,7 @@ class SourceFile:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRun:
+class SourceRun(NamedTuple):
     """Bytes of a file that are bytes of a part.
 
     Attributes:
@@ -124,8 +123,7 @@ class InPlace:
     def text(self) -> str:
         """As it stands in a record: JSON."""
         files = [[f.path, f.num_bytes, f.mtime_ns, f.digest] for f in self.files]
-        runs = [[r.offset, r.file, r.start, r.num_bytes] for r in self.runs]
-        return json.dumps([files, runs], separators=(",", ":"))
+        return json.dumps([files, self.runs], separators=(",", ":"))
 
     def check(self) -> None:
         """Checks that all files are as they were.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, Run, RunFile, Store, Ticket
+from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, RunFile, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import StateFiles
@@ -183,8 +183,7 @@ class BlockFiles:
     def open_in_place(self, geometry: PartGeometry, address: int, source: InPlace) -> InPlacePart:
         """A native part whose weights are read from files of somebody else."""
         files = [RunFile(file.path, file.num_bytes, file.mtime_ns) for file in source.files]
-        runs = [Run(run.offset, run.file, run.start, run.num_bytes) for run in source.runs]
-        return InPlacePart(geometry, address, files=files, runs=runs, direct_io=self._options.direct_io)
+        return InPlacePart(geometry, address, files=files, runs=source.runs, direct_io=self._options.direct_io)
 
     def close_part(self, native: NativePart) -> None:
         """Closes a native part and removes its files. All of its writes are committed."""
