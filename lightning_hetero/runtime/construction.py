@@ -80,8 +80,6 @@ class Construction:
         if self._scratch is not None:
             self._scratch.filled(tensor)
 
-    # ---- details ---------------------------------------------------------------------------------
-
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
         if param.device.type != "cpu" or param.layout is not torch.strided or param.nbytes < _SMALL_BYTES:

@@ -372,8 +372,6 @@ class Handlers:
 
         return run
 
-    # ---- details ---------------------------------------------------------------------------------
-
     @property
     def _on_device(self) -> DeviceSide:
         if self._side is None:

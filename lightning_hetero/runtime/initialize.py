@@ -53,8 +53,7 @@ class _Nothing(dict[str, Tensor]):
     def fill(self, name: str, memory: Tensor) -> None:
         memory.copy_(self[name])
 
-    def place(self, name: str) -> None:
-        """There is no file."""
+    def place(self, name: str) -> None: ...
 
 
 class Initializer:
@@ -96,7 +95,7 @@ class Initializer:
                 if (name := _join(prefix, key)) in self._content:
                     if buffer.is_meta:
                         buffer = module._buffers[key] = torch.empty_like(buffer, device="cpu")
-                    self._fill(name, buffer)
+                    self.fill(name, buffer)
 
     def place(self, name: str) -> TensorPlace | None:
         """Where a parameter is in a local file; ``None`` if it is in none."""
@@ -175,11 +174,8 @@ class Initializer:
             if any(b.is_meta for b in _own_buffers(module)):
                 self._set(name, module, {})
 
-    def fill(self, name: str, param: nn.Parameter) -> None:
-        """Reads one parameter from its file."""
-        self._fill(name, param)
-
-    def _fill(self, name: str, tensor: Tensor) -> None:
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Reads a parameter or a buffer from its file."""
         content = own_memory(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._content.fill(name, content)
         with torch.no_grad():

@@ -40,8 +40,6 @@ class _Timed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """An op under way."""
-
     step: int
     order: int
     kind: str

@@ -35,8 +35,6 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor in a blob."""
-
     param: nn.Parameter
     key: str
     shape: torch.Size

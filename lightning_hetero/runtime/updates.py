@@ -187,8 +187,6 @@ class Updater:
             torch._foreach_mul_([p.grad for p in params if p.grad is not None], self.scale)
         blockwise.step(binding.optimizer, params)
 
-    # ---- details ---------------------------------------------------------------------------------
-
     def _indices(self, part: Part, binding: OptimizerBinding) -> list[int]:
         def due(param: nn.Parameter) -> bool:
             there = param.grad is not None or (self.device is not None and param in self.device.gradients)

@@ -230,7 +230,9 @@ class Autoplan:
         """A batch did not fit the device's memory: see [Note: A batch that does not fit]."""
         self.abandon_batch()
         if self._from_profile:  # otherwise the plan did not know yet what the batch needs
-            self._keep_clear(error, memory_bytes)
+            unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
+            short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
+            self._short_bytes += max(_LEAST_SHORT, short, unknown)
         if self.stage is Stage.RUN:
             self._replan(Stage.RECORD, f"the device's memory was too small: {error}")
         self.stage, self._from_profile, self._is_lesser = Stage.RECORD, False, True
@@ -240,11 +242,6 @@ class Autoplan:
         if self.model is None or self.machine is None:
             return plan
         return self._planning(session, self.model).with_prediction(plan, self.machine)
-
-    def _keep_clear(self, error: BaseException, memory_bytes: int) -> None:
-        unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
-        short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
-        self._short_bytes += max(_LEAST_SHORT, short, unknown)
 
     def after_step(self, session: Session, seconds: float) -> None:
         """An optimizer step has taken ``seconds`` for its batches."""

@@ -82,7 +82,8 @@ class Checkpoints:
         ours = getattr(used, "checkpoint_io", used)
         if hasattr(ours, "streams"):
             session = self._run.session  # ckpt_path is loaded before setup
-            ours.streams = self._may_use_disk if session is None else session.on_disk
+            in_memory = (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
+            ours.streams = self._run.options.plans[-1] not in in_memory if session is None else session.on_disk
         return used
 
     def attach(self, io: CheckpointIO) -> None:
@@ -98,10 +99,6 @@ class Checkpoints:
                     "copy at once. Leave one of them out; the store is kept in either case."
                 )
             attach(self._run.strategy)
-
-    @property
-    def _may_use_disk(self) -> bool:
-        return self._run.options.plans[-1] not in (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
 
     def landing(self) -> Landing:
         """Where a checkpoint is loaded, or a model built, that may not fit memory."""
@@ -157,16 +154,6 @@ class Checkpoints:
         while self._links:
             self._links[0][1]()
             del self._links[0]
-
-    def drop_links(self) -> None:
-        """The fit is over: drops an unfinished batch's checkpoints, and keeps the older ones."""
-        missing = [str(path) for path, _, saves in self._links if saves]
-        self._links = []
-        for path in missing:
-            log.warning(
-                "The checkpoint %r was not made: links are made when a batch has ended, and this one has not. Go on from the "
-                "store, which has the last step that was kept.", path,
-            )  # fmt: skip
 
     # ---- loading -----------------------------------------------------------------------------
 
@@ -257,8 +244,13 @@ class Checkpoints:
             optimizer.load_state_dict(state)
 
     def end(self) -> None:
-        """The fit, or the evaluation, is over."""
-        self.drop_links()
+        """The fit, or the evaluation, is over: an unfinished batch's links are not made."""
+        for missing in [str(path) for path, _, saves in self._links if saves]:
+            log.warning(
+                "The checkpoint %r was not made: links are made when a batch has ended, and this one has not. Go on from the "
+                "store, which has the last step that was kept.", missing,
+            )  # fmt: skip
+        self._links = []
         self.resumed = None
         self.opened.close()
 

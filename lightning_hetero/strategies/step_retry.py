@@ -70,8 +70,6 @@ class _Logged:
 
 @dataclass(slots=True)
 class _Batch:
-    """One call of ``training_step``."""
-
     run: Callable[[], STEP_OUTPUT]
     content: object  # its arguments
     random: RandomStates  # random generators before it

@@ -135,8 +135,6 @@ class Training:
         self._session.follow(rules)
         self._hooks = self._make_hooks(speculates=rules.speculates)
 
-    # ---- a batch -----------------------------------------------------------------------------
-
     def training_step(self, plain: Callable[[], STEP_OUTPUT], args: tuple[object, ...], kwargs: dict[str, object]) -> STEP_OUTPUT:
         """Runs a batch's ``training_step``: ``plain``, to which these arguments are bound."""
         trainer = self._module.trainer

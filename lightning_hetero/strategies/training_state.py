@@ -43,8 +43,6 @@ class TrainingState:
         self._warned: set[str] = set()
         self.data = TrainingData(trainer, self._warn)
 
-    # ---- hooks -------------------------------------------------------------------------------
-
     def attach(self, after_batch: Callable[[], None]) -> None:
         """Calls ``after_batch`` after each training batch's last hook, until :meth:`detach`."""
         module = self._trainer.lightning_module
@@ -91,8 +89,6 @@ class TrainingState:
             return False
         batch = loop.total_batch_idx if trainer.check_val_every_n_epoch is None else loop.batch_idx
         return bool((batch + 1) % every + more >= every)
-
-    # ---- a step ------------------------------------------------------------------------------
 
     def take(self, books: Callable[[], list[dict[str, object]]], files: StateFiles) -> str:
         """The state as text (see ``store.format.encoding``) after the hooks of a training batch.

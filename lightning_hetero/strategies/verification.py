@@ -52,8 +52,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One training batch as it began."""
-
     args: tuple[object, ...]
     kwargs: dict[str, object]
     number: int

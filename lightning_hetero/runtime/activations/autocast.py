@@ -63,8 +63,6 @@ class WeightCasts:
     on_saved: Callable[[torch.UntypedStorage], object] | None = None  # called with the storage of each that is saved
     _known: weakref.WeakValueDictionary[int, Cast] = field(default_factory=weakref.WeakValueDictionary)  # by storage
 
-    # ---- a forward -------------------------------------------------------------------------------
-
     def enter(self, block: Block) -> None:
         """A forward of the block begins under autocast; its weights are in place."""
         if not torch.is_grad_enabled() or _is_compiled(block.spec.module):
@@ -112,8 +110,6 @@ class WeightCasts:
         if self.on_saved is not None:
             self.on_saved(tensor.untyped_storage())
         return CastRef(cast, Layout.of(tensor))
-
-    # ---- the end of a use ------------------------------------------------------------------------
 
     def drop(self, block: Block) -> None:
         """A use of the block ends: frees the casts of its weights."""

@@ -330,8 +330,6 @@ class Use:
         if self._rerun is not None:
             self._rerun.forward_ended()
 
-    # ---- saved tensors ---------------------------------------------------------------------------
-
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook; see [Note: What is saved]."""
         number, self._number = self._number, self._number + 1
@@ -384,8 +382,6 @@ class Use:
             made.saved = weakref.ref(saved)
         return saved
 
-    # ---- swaps -----------------------------------------------------------------------------------
-
     def hop(self, op: Op, after: Sequence[Event]) -> OpEvent | None:
         """Submits one hop of the storages that leave; ``None`` if none does."""
         if (op.kind, op.lane) == (OpKind.SWAP_OUT, Lane.D2H):
@@ -400,8 +396,6 @@ class Use:
             return None
         move = {Lane.DISK_WRITE: found.write, Lane.DISK_READ: found.read, Lane.H2D: found.bring}[op.lane]
         return move(op, after)
-
-    # ---- details ---------------------------------------------------------------------------------
 
     @contextmanager
     def _rerunning(self) -> Iterator[Callable[[], bool]]:

@@ -42,8 +42,6 @@ class _AllThere(Exception):  # noqa: N818  # no error
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """A tensor among a forward's arguments."""
-
     packed: Packed
     requires_grad: bool
 
@@ -203,8 +201,6 @@ class Buffers:
 
 @dataclass(slots=True)
 class _Found:
-    """A buffer as a forward has found it."""
-
     owner: nn.Module
     key: str  # its name there
     name: str

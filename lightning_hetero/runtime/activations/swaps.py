@@ -244,8 +244,6 @@ class Swap:
         """Bytes that move between device and host."""
         return self._host_bytes + self._disk_bytes
 
-    # ---- details ---------------------------------------------------------------------------------
-
     @property
     def _is_missed(self) -> bool:
         """It has left, and somebody still needs it."""

@@ -46,8 +46,6 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(slots=True)
 class _State:
-    """A part's state on the device."""
-
     memory: Tensor  # one run of bytes
     arrays: list[Tensor]  # the fp32 arrays in it, flat, with the part's layout
     kept: bool  # it stays there
@@ -209,8 +207,6 @@ class DeviceUpdates:
         for array, index, values in runs:
             self._run(part, array, index).copy_(values)
         part.stepped, part.fresh = True, False
-
-    # ---- details ---------------------------------------------------------------------------------
 
     def _take(self, part: Part, *, kept: bool) -> _State:
         if part in self._states:

@@ -33,8 +33,6 @@ from lightning_hetero.store.raw_memory import tensor_at
 
 @dataclass(slots=True)
 class _Copy:
-    """A part's weights on the device."""
-
     memory: Tensor  # the run, as bytes
     views: list[Tensor]  # the parameters as they lie there
     kept: bool  # it stays there
@@ -242,8 +240,6 @@ class DeviceWeights:
         else:
             copy.outdated = copy.written = True
 
-    # ---- saved tensors ---------------------------------------------------------------------------
-
     def reference(self, tensor: Tensor) -> WeightRef | None:
         """A reference to a tensor in the memory of open weights; else ``None``."""
         return self._bound.reference(tensor)
@@ -263,8 +259,6 @@ class DeviceWeights:
         if copy is None or not copy.bound:
             raise OffloadedAccessError(absent(part, index, self._lanes.device))
         return copy.memory[part.offsets[index] * part.dtype.itemsize :]
-
-    # ---- details ---------------------------------------------------------------------------------
 
     def _copies_of(self, block: Block) -> list[_Copy]:
         """The block's copies now; a RELEASE under way may remove them at any moment."""

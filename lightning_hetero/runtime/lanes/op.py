@@ -82,8 +82,6 @@ class QueuedOp:
     _tickets: tuple[Ticket, ...] = ()
     _traceback: TracebackType | None = None
 
-    # ---- for the lane ----------------------------------------------------------------------------
-
     def perform(self, work: Callable[[QueuedOp], Iterable[Ticket]]) -> None:
         """Does the op by ``work``, whose error becomes the op's; Ctrl-C is raised as well."""
         try:
@@ -99,8 +97,6 @@ class QueuedOp:
             self._ended_s = now_s()
             del self.run, self.after  # they may hold large things
             self._returned.set()
-
-    # ---- for those who wait ----------------------------------------------------------------------
 
     def handed(self) -> None:
         """Blocks until ``run`` has returned."""
@@ -154,8 +150,6 @@ class QueuedOp:
         if self.moment is not None:
             return None if self.stream_times is None else self.stream_times()
         return self.started_s, self._ended_s
-
-    # ---- errors ----------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> BaseException:
         """The op's error from now on: this one, if there was none before."""

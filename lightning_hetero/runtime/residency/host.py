@@ -22,8 +22,6 @@ class HostResidency(Residency):
         super().__init__(context, WeightCasts("cpu"))
         self._strayed = False  # the batch has used a block outside its schedule
 
-    # ---- places ----------------------------------------------------------------------------------
-
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on disk."""
         return block.weights_on_disk
@@ -31,8 +29,6 @@ class HostResidency(Residency):
     def is_on_host(self, block: Block) -> bool:
         """Yes: all are."""
         return True
-
-    # ---- a batch ---------------------------------------------------------------------------------
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
         """The blocks in memory now, which ops change as they are submitted."""
@@ -63,8 +59,6 @@ class HostResidency(Residency):
         if self._strayed or not block.resident or block.index in self.renewed:
             self.renewed.discard(block.index)
             self.bring(block)
-
-    # ---- use -------------------------------------------------------------------------------------
 
     def shut(self, block: Block) -> None:
         """A use of the block ends."""

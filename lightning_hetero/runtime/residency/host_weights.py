@@ -29,8 +29,6 @@ class HostWeights:
         self.capacity_bytes = context.placement.cache_bytes
         self._lowest_first = context.placement.plan.priority
 
-    # ---- fetch and release -----------------------------------------------------------------------
-
     def fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
         """Brings weights that are not in memory or on their way, for a use outside the schedule."""
         return self._recorder.watch("FETCH", block.name, self.start_fetch(block, after), lane=Lane.DISK_READ)
@@ -61,8 +59,6 @@ class HostWeights:
             _fill_with_nan(block, tickets)
         self._releases = [t for t in self._releases if not t.poll()] + tickets
         return tickets
-
-    # ---- room ------------------------------------------------------------------------------------
 
     def held(self) -> list[Block]:
         """The blocks on disk whose weights are in memory."""
