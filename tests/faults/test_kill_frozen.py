@@ -75,6 +75,10 @@ def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], ca
 
 def main(root: Path) -> None:
     """Every case; an assertion that fails ends the process."""
+    import support.frozen  # noqa: F401  once for all children
+
+    import lightning_hetero.convert.safetensors
+    import lightning_hetero.strategies  # noqa: F401
 
     in_child(partial(write_weights, root))
     for change, files in sorted({(case.change, case.files) for case in CASES}):
