@@ -2,13 +2,10 @@
 
 [Note: What keeps steps]
 A fit keeps its steps if it has a store with a name (``disk_path``), a ``durability`` other than
-"none", and optimizers that update part by part. Other stores are scratch and go with the process. A
-kept step costs the bytes of its mirrors, which the log names when fit begins, and of optimizer
-state in memory that the engine does not know. With ``keep_every`` above 1 only every N-th step
-costs that. The other steps commit their writes to the disk in records that stand for no step, and
-the last kept step is pinned (``format.pins``). The last step is also pinned before a record in the
-middle of a step: parameters have joined an optimizer, a checkpoint was loaded, or blocks move after
-a write.
+"none", and optimizers that update part by part (docs/durability.md). With ``keep_every`` above 1
+the steps between commit their writes in records that stand for no step, and the last kept step is
+pinned (``format.pins``). The last step is also pinned before a record in the middle of a step:
+parameters have joined an optimizer, a checkpoint was loaded, or blocks move after a write.
 
 [Note: How much a kill loses]
 The record of a step is written while the next step computes. It is on the disk before the next step

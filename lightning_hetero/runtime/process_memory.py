@@ -1,10 +1,9 @@
 """Lets malloc keep freed gradients for the next step, within the host budget.
 
 [Note: Page faults]
-By default glibc gives large tensors back to the kernel as soon as they are freed. Every step frees
-gradients and activations and allocates them again. So each step would fault in all their pages and
-zero them: a fifth of the step of GPT-2 124M on two cores. Therefore freed memory stays with the
-process while a model trains.
+By default glibc gives freed large tensors back to the kernel at once, so each step would fault in
+and zero all pages of gradients and activations: a fifth of the step of GPT-2 124M on two cores.
+Therefore freed memory stays with the process while a model trains.
 
 [Note: Fragmentation]
 Torch allocates gradients and frees them after their update. Often a small tensor then splits the

@@ -15,12 +15,7 @@ function does both here too, early and block by block. The scaler itself skips t
 the scale. Optimizers that divide gradients themselves (``fused=True``) speculate with the scale
 that the loss was multiplied by.
 
-[Note: Speculation on a device]
-On a device with memory of its own both happen there, before gradients leave for the host
-(``runtime.device.gradients``). Gradients that were added up on the host over several batches are
-divided there. Updates run on a lane, so the verdict waits until the engine has the speculative
-ones. Their gradients stay on the host. The device's copies of weights are not renewed before the
-verdict.
+docs/architecture.md says what is different on a device with memory of its own.
 """
 
 from __future__ import annotations

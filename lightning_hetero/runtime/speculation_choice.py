@@ -1,11 +1,10 @@
 """Chooses whether a step speculates, from measured step times.
 
 [Note: Is speculation worth it]
-There are three kinds of steps: those that speculated and kept it, those that speculated and
-discarded it, and those that waited for the verdict. The cost of a step beyond its backward comes
-after its verdict, while the next forward runs. So the time from its verdict to the next one counts,
-if the next step speculates or waits like this one. The median of the latest steps of a kind counts,
-so a validation or a checkpoint in between does not move it.
+Steps are of three kinds: they keep what they speculated, discard it, or wait for the verdict. What
+a step costs beyond its backward comes after its verdict, while the next forward runs. So the time
+from its verdict to the next one counts, if the next step speculates or waits like this one: the
+median of the latest steps of a kind, which a validation or a checkpoint in between does not move.
 
 The three medians give the break-even discard rate, at which speculating and waiting take equally
 long (``ir.step_seconds``). Until they are known a given rate holds: the simulator's, if there is

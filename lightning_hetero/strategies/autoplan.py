@@ -2,12 +2,8 @@
 
 The stages of a fit: *record* the operators of one batch, *time* the blocks (in several batches,
 whose median counts), *plan* before the next batch, then *run* and compare steps with the plan. A
-drift goes back to the stage whose result has become outdated.
-
-[Note: No flapping]
-A drift must last for ``_WINDOW`` consecutive batches. After each new plan that the user did not ask
-for, the wait for the next one doubles. If planning again changes nothing, the measured time
-replaces the predicted one, so the same difference does not count as a drift again.
+drift goes back to the stage whose result has become outdated. "When a new plan is made" in
+docs/auto.md says what counts as a drift, and when the machine's rates are corrected.
 
 [Note: A batch that does not fit]
 If the device's memory is too small for a batch, the runtime continues with a lesser plan
@@ -15,12 +11,6 @@ If the device's memory is too small for a batch, the runtime continues with a le
 same under any plan (``profiling/memory.py``). Then a new plan is made. If the plan that failed was
 made from a profile of these batches, the new one leaves the missing memory free. If there is no
 such plan, training continues with the lesser one, which fits.
-
-[Note: Correcting the machine's rates]
-The machine is measured quickly, and perhaps long ago. So the first steady steps correct it: if they
-take another time than predicted, the rates of everything except compute are multiplied by the
-factor that explains the time, and one more plan is made. A later drift has the blocks timed again.
-If their times do not explain it, the machine is measured again, once.
 """
 
 from __future__ import annotations
@@ -270,7 +260,7 @@ class Autoplan:
             self._replan(Stage.RECORD, f"batches have {batch.tokens} tokens, the plan is for {self.model.tokens}")
 
     def _refine(self, session: Session) -> None:
-        """See [Note: Correcting the machine's rates]."""
+        """Corrects the machine's rates, which were measured quickly, by the first steady steps."""
         self._may_refine = False
         measured, expected, basis = statistics.median(self._times), self._expected_s, self._basis
         if basis is None or expected is None or abs(measured - expected) < _LEAST_S or not _differs(measured, expected, _REFINE):

@@ -1,22 +1,12 @@
 """The position in the training data: what a commit record says of it, and how a resume restores it.
 
 [Note: Data]
-A record has the ``state_dict`` of a dataloader that offers one. Any other dataloader is replayed: a
-resume makes its iterator again, draws the batches that it had given, and drops them. They are the
-same batches if everything that chooses them is the same:
-
-* The iterator is made in the same way. Persistent workers are started once, and draw a base seed
-  then. In later epochs their iterator is reset and draws none. So a record says at which moment
-  they were started, and at which the epoch began.
-* The global random generators, which training also draws from, are set back wherever they choose
-  batches: when the iterator is made, when a sampler draws its seed with the first batch, when a
-  short dataloader begins again beside a long one. These are the record's *moments*. At most
-  ``_MOMENTS`` are kept; beyond, a warning says so.
-* The state of samplers and datasets is set back; see [Note: State of loaders].
-
-The count is of batches that the iterator has given. Lightning's progress does not say it: an
-iterator may be made in the middle of an epoch, Lightning fetches ahead if it does not know the
-length, and a ``training_step(self, dataloader_iter)`` takes any number.
+docs/durability.md says how a dataloader without ``state_dict`` is replayed. The global random
+generators are set back wherever they chose batches: when the iterator was made, when a sampler drew
+its seed, when a short dataloader began again beside a long one. These are the record's *moments*,
+at most ``_MOMENTS``. Persistent workers draw a base seed once, when they start, so a record says at
+which moment they were started, and at which the epoch began. The count is of batches that the
+iterator has given, which Lightning's progress does not say.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """State of dataloaders besides their position: generators, ``state_dict``, attributes.
 
 [Note: State of loaders]
-A record carries this state, as the main process has it: generators of torch, Python and NumPy in a
-dataloader, its samplers, its dataset or its ``collate_fn``; the ``state_dict`` of samplers and
-datasets that also have ``load_state_dict``; plain attributes of samplers that iterating changes,
-such as an epoch that a sampler counts itself; the epoch that ``set_epoch`` gives a dataset. It is
-taken before an iterator is made, and set before a resume makes it again. Other attributes of a
-dataset are not set: a number may be a file descriptor of the process that died. If others are seen
-to change, a warning names them.
+docs/durability.md lists what a record carries, as the main process has it. It is taken before an
+iterator is made, and set before a resume makes it again. Other attributes of a dataset are not set:
+a number may be a file descriptor of the process that died. If others are seen to change, a warning
+names them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """The training state in a commit record, besides weights and optimizer state.
 
-[Note: What is carried]
-Carried: the loops' progress; the optimizers' groups and step counts; parameters that callbacks have
-frozen or unfrozen ([Note: Changes]); schedulers; the states of precision plugin, callbacks and
-datamodule; hyper-parameters; persistent buffers; random generators of torch, NumPy and Python by
-rank; the position in the data ([Note: Data]). Not carried: additions of ``on_save_checkpoint``
-hooks, metrics of an unfinished epoch, loggers.
+:meth:`TrainingState.take` shows what is carried, docs/durability.md what is not.
 """
 
 from __future__ import annotations

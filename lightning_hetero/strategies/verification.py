@@ -1,18 +1,12 @@
 """``verify=N``: computes the first N optimizer steps again in plain Lightning, and compares bits.
 
 [Note: Reference]
-The reference is a copy of the module, entirely in memory, with an ordinary optimizer: torch's fused
-Adam instead of the engine's kernels, fp32 masters for 16-bit weights. It copies weights and
-optimizer state as the first batch begins, and is independent from then on. The batches of a step
-are kept, each with the random generators at its beginning. After the step the reference repeats it:
-training steps, backwards, clipping, update. Then losses, weights, buffers and optimizer state are
-compared. So every kind of fault shows: a stale weight, a lost gradient, a torn update. Changes by
-callbacks are not repeated, and show as differences.
-
-[Note: Reference on a device]
-Processors round differently, so each part of the reference runs where the plan runs it: forward,
-backward and clipping on the device; an update on the device, or on the CPU with masters there. The
-reference takes its memory first, and plans have the rest.
+The reference is a copy of the module, entirely in memory, with an ordinary optimizer
+(docs/options.md). It copies weights and optimizer state as the first batch begins, and is
+independent from then on. The batches of a step are kept, each with the random generators at its
+beginning; after the step the reference repeats it. Changes by callbacks are not repeated, and show
+as differences. Processors round differently, so each part of it runs where the plan runs it
+(docs/devices.md).
 """
 
 from __future__ import annotations
