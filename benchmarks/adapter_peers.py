@@ -134,7 +134,7 @@ def deepspeed(baton: Baton, args: argparse.Namespace) -> dict[str, Any]:
             "offload_optimizer": {"device": "cpu", "pin_memory": False},
             "stage3_max_live_parameters": 4 * largest,
             "stage3_max_reuse_distance": 0,  # a parameter that is used again would keep its buffer
-            "stage3_prefetch_bucket_size": 2 * largest,
+            "stage3_prefetch_bucket_size": 0,  # with prefetch it fails: "already assigned swap buffer id"
         },
         "aio": {
             "block_size": 1 << 20,

@@ -23,10 +23,14 @@ Keys of the JSON line:
 * ``extra_disk_bytes``: what the strategy's directory takes beside the folder of weights;
   ``extra_disk_bound_bytes``: twice the trained state and 16 MiB.
 * ``same_losses``: all losses are those of plain Lightning, to the bit.
+* with ``--device emulated`` (``adapted_card.py``): ``speed_vs_resident``, tokens a second over
+  those of the same blocks in the device's memory, at the tokens where compute is the limit, and
+  ``prediction_error`` of the plan.
 * ``speedup_vs_<peer>``: the peer's seconds over ours in turns with it; ``null`` where it could not
   train, and ``peers`` says why.
 
     python benchmarks/adapters.py --dir /path/on/the/disk
+    python benchmarks/adapters.py --dir DIR --device emulated
     python benchmarks/adapters.py --dir DIR --peers accelerate airllm --peer-memory 4GiB
 """
 
@@ -297,6 +301,7 @@ def parse_args() -> argparse.Namespace:
     size = partial(parse_bytes, name="memory")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 15 GB free")
+    parser.add_argument("--device", choices=("cpu", "emulated"), default="cpu", help="emulated: a card with sizes of its own")
     parser.add_argument("--layers", type=int, default=32, help="of the model; 32 of width 4096 are 7 billion parameters")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the model")
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -321,6 +326,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.device == "emulated":
+        from adapted_card import measure
+
+        with scratch(args.dir) as directory:
+            measure(args, directory)
+        return
     args.setting = Setting(
         layers=args.layers, hidden=args.hidden, vocabulary=args.vocabulary, rank=args.rank, targets=tuple(args.targets),
         batch=args.batch, seq=args.seq,
