@@ -278,6 +278,7 @@ def plan_cluster(
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of one step, of all devices together.")],
     model_profile: o.ModelFile = None,
     preset_model: o.PresetModel = None,
+    model_config: o.ModelConfig = None,
     batch: Annotated[int | None, typer.Option(min=1, metavar="N", help="Sequences of a micro-batch.")] = None,
     sequence: o.Sequence = None,
     precision: o.Precision = None,
@@ -295,7 +296,10 @@ def plan_cluster(
     from lightning_hetero.cli import plan_cluster as command
     from lightning_hetero.cli.clusters import ClusterRequest
 
-    model = o.Request(model_profile=model_profile, preset_model=preset_model, batch=batch, sequence=sequence, precision=precision)
+    model = o.Request(
+        model_profile=model_profile, preset_model=preset_model, model_config=model_config, batch=batch, sequence=sequence,
+        precision=precision,
+    )  # fmt: skip
     degrees = tuple(tensor_parallel or ())
     request = ClusterRequest(cluster=cluster, micro_batches=micro_batches, model=model, tensor_parallel=degrees)
     command.run(request, planner=planner, out=out, as_json=as_json)

@@ -49,6 +49,22 @@ def test_the_plan_is_printed_and_written(tmp_path: Path) -> None:
     assert got["runner_ups"]
 
 
+def test_a_hugging_face_model_is_planned_and_remembered(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = ["--batch", "1", "--sequence", "128", "--micro-batches", "6"]
+    path = tmp_path / "plan.json"
+    got = parsed("plan-cluster", CLUSTER, "--model", tmp_path, *shape, "--out", path)
+    same = parsed("plan-cluster", CLUSTER, "--preset-model", "llama:layers=4,hidden=512,heads=8,intermediate=1536", *shape)
+    assert [group["micro_batches"] for group in got["groups"]] == [group["micro_batches"] for group in same["groups"]]
+    assert got["iteration_s"] == pytest.approx(same["iteration_s"], rel=0.02)
+    assert ClusterPlan.load(path).origin["model_config"] == "."
+    assert tmp_path.name in " ".join(invoke("explain", path).stdout.split())
+
+
 MODULE = """
 import torch
 from torch import nn
