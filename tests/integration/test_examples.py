@@ -114,21 +114,64 @@ def test_cli_config_trains(config: Path, tmp_path: Path) -> None:
     assert checkpoint["optimizer_states"][0]["state"]
 
 
-def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("notebook", ["finetune_smollm2", "lora_smollm2"])
+def test_notebook_runs(notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="running the notebook needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat", reason="running the notebook needs nbformat")
     pytest.importorskip("ipykernel", reason="running the notebook needs ipykernel")
     monkeypatch.setenv("HETERO_EXAMPLE_TINY", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES), PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
-    notebook = nbformat.read(EXAMPLES / "finetune_smollm2.ipynb", as_version=4)
+    shown = nbformat.read(EXAMPLES / f"{notebook}.ipynb", as_version=4)
 
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=800, kernel_name="python3", resources=resources).execute()
+    nbclient.NotebookClient(shown, timeout=800, kernel_name="python3", resources=resources).execute()
 
-    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "on average" in text  # it was planned
+    text = "".join(output.get("text", "") for cell in shown.cells for output in cell.get("outputs", []))
     assert "held-out loss" in text
-    assert (tmp_path / "smollm2-finetuned" / "model.safetensors").exists()
+    if notebook == "finetune_smollm2":
+        assert "on average" in text  # it was planned
+        assert (tmp_path / "smollm2-finetuned" / "model.safetensors").exists()
+    else:
+        assert (tmp_path / "smollm2-adapter" / "adapter_model.safetensors").exists()
+        assert (tmp_path / "smollm2-merged" / "model.safetensors").exists()
+
+
+def test_the_notebook_of_adapters_has_its_outputs() -> None:
+    nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
+    shown = nbformat.read(EXAMPLES / "lora_smollm2.ipynb", as_version=4)
+    outputs = [output for cell in shown.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert "held-out loss" in "".join(output.get("text", "") for output in outputs)
+
+
+ADAPTER_RUN = ["--tiny", "--steps", "6", "--lr", "1e-2", "--seq-len", "64"]
+
+
+@pytest.mark.parametrize("arguments", [["--strategy", "auto"], ["--plan", "disk", "--host-memory", "40MiB"]], ids=["plain", "disk"])
+def test_adapters_train_on_weights_that_stay_in_their_file(arguments: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the example trains adapters of peft")
+    from safetensors.torch import load_file
+
+    output = run("lora_smollm2.py", *ADAPTER_RUN, *arguments, cwd=tmp_path)
+    before, after = held_out_losses(output)
+    assert after < before
+    assert "trained          86,016 of " in output
+    adapters = load_file(tmp_path / "smollm2-adapter" / "adapter_model.safetensors")
+    assert adapters
+    assert all("lora_" in name for name in adapters)
+    if "disk" in arguments:
+        assert mebibytes("on disk", output) > 0
+
+
+def test_adapters_train_with_lightning_cli_and_resume(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    pytest.importorskip("peft", reason="the example trains adapters of peft")
+    overrides = ["--model.size", "tiny", "--data.seq_len", "32", "--trainer.strategy.init_args.plan", "disk"]
+    command = ["lora_cli.py", "fit", "--config", EXAMPLES / "configs" / "lora_disk.yaml", *overrides]
+    run(*command, "--trainer.max_steps", "2", cwd=tmp_path)
+    run(*command, "--trainer.max_steps", "3", "--ckpt_path", "lora-run", cwd=tmp_path)
+    checkpoints = {torch.load(path, weights_only=True)["global_step"] for path in tmp_path.rglob("*.ckpt")}
+    assert checkpoints == {2, 3}
 
 
 def test_a_hugging_face_directory_goes_in_and_comes_out(tmp_path: Path) -> None:

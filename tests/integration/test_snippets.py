@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,22 @@ class Measured(Staged):
 """
 
 
+CONFIG = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
+
+
 @pytest.fixture
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What commands read: a store, a checkpoint, safetensors with tied weights, a module; micro-benchmarks are short."""
+    """What commands read: a store, a checkpoint, tied weights, a config, a module; micro-benchmarks are short."""
     strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path="store", verify_digests=True)
     trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=folder, limit_val_batches=0)
     trainer.fit(LitModel(Recipe(shape=Shape(tied=True))), batches())
     trainer.save_checkpoint("last.ckpt")
     (folder / "train.py").write_text(MODEL)
+    (folder / "weights").mkdir()
+    (folder / "weights" / "config.json").write_text(json.dumps(CONFIG))
     assert hardware.measure.__kwdefaults__ is not None
     monkeypatch.setitem(hardware.measure.__kwdefaults__, "seconds", 0.2)
     monkeypatch.setattr(hardware, "_LEAST_BYTES", 4 * MIB)

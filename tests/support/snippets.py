@@ -211,10 +211,25 @@ def saved_weights(names: dict[str, Any]) -> None:
     names |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
 
 
+def a_lora_fit(names: dict[str, Any]) -> None:
+    """The adapters of the page's first snippet have been trained: ``module``; ``Lit`` is its class."""
+    saved_weights(names)
+    page = next(s for s in snippets() if s.page == "docs/adapters.md" and "class Lit" in s.text)
+    exec(compile(page.source, page.name, "exec"), names)
+    lit = Whole(names.pop("Lit"))
+    names["L"].Trainer(strategy=names["strategy"], max_steps=2).fit(lit, words())
+    names |= {"module": lit, "Lit": type(lit), "data": words(), "made": []}
+
+
 def a_config(names: dict[str, Any]) -> None:
     from transformers import LlamaConfig
 
     names["module"].model.config = LlamaConfig()
+
+
+def words() -> DataLoader[Any]:
+    """Batches of token ids."""
+    return DataLoader(torch.randint(0, WORDS, (16, 5)), batch_size=2)
 
 
 class Staged(importlib.import_module("lightning.pytorch").LightningModule):  # type: ignore[misc, name-defined]
@@ -244,6 +259,9 @@ PREPARED: dict[str, Callable[[dict[str, Any]], None]] = {
     "strategy.materialize": a_fit,
     'ckpt_path="run/store"': a_store,
     "trainer.init_module": an_offloading_trainer,
+    'ckpt_path="run/lora"': a_lora_fit,
+    "PeftModel": a_lora_fit,
+    ".generate(": a_lora_fit,
     "AutoModelForCausalLM": saved_weights,
     "config.save_pretrained": a_config,
     "stage_layers": a_cluster_plan,
