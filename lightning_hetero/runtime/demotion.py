@@ -18,11 +18,8 @@ _Change = Callable[[BlockPlan], BlockPlan]
 def demotions(plan: Plan, model: ModelShape, *, native: bool, trains: bool = True) -> Iterator[tuple[Plan, str]]:
     """Yields plans that need less device memory, the cheapest first, each with the change in words.
 
-    Args:
-        plan: The plan in force, resolved.
-        model: The blocks.
-        native: State may leave the device; no optimizer updates it there by its own code.
-        trains: Forward saves activations for a backward.
+    ``native``: no optimizer updates state on the device by its own code, so state may leave it.
+    ``trains``: forward saves activations for a backward.
     """
 
     def off_device(row: BlockPlan) -> BlockPlan:

@@ -48,12 +48,8 @@ class Directories:
     ) -> StoreDirectory | None:
         """The directory of block files; ``None`` if the plan needs none.
 
-        Args:
-            placement: The plan.
-            trains: It is a fit. Evaluation does not touch a store at ``disk_path``.
-            kept: Steps are kept.
-            layout: Parts and commit records in a new manifest.
-            resume: The directory holds an earlier run's store.
+        Evaluation does not touch a store at ``disk_path``. ``layout`` has parts and commit records
+        for a new manifest; ``resume``: the directory holds an earlier run's store.
 
         Raises:
             OutOfDiskError: There is too little room.

@@ -263,11 +263,8 @@ class Executor:
     def take_back(self, why: str) -> None:
         """After backward: undoes updates of this step, which then wait for the verdict.
 
-        Args:
-            why: The reason and the remedy, for the message.
-
         Raises:
-            UnsupportedError: An update has begun that cannot be taken back.
+            UnsupportedError: An update has begun that cannot be taken back. It says ``why``.
         """
         if self.has_begun:
             raise UnsupportedError(why)
@@ -414,12 +411,9 @@ class Executor:
     # ---- rest ------------------------------------------------------------------------------------
 
     def give_up(self, *, gradients: bool) -> None:
-        """Drops activations and ops of the batches since the last update.
+        """Drops activations and ops, and maybe ``gradients``, of the batches since the last update.
 
         Waits for that update. Weights and state are then its results.
-
-        Args:
-            gradients: Drops gradients, too.
         """
         for _ in range(2):  # the second time raises errors that are not about memory
             try:

@@ -144,8 +144,7 @@ class Initializer:
     def set(self, block: Block, names: Collection[str]) -> list[str]:
         """Sets a block's parameters on the meta device, and the buffers of their modules.
 
-        Returns:
-            Names of parameters that are in files and have not been read yet.
+        Returns names of parameters that are in files and have not been read yet.
 
         Raises:
             ConfigError: A ``reset_parameters`` leaves something unset.

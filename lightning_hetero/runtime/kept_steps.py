@@ -118,10 +118,7 @@ class KeptSteps:
     def begin(self, store: TierStore, blobs: StateBlobs, layout: Mapping[str, object] | None) -> None:
         """The store is open. If the run resumes from it, reads its last record.
 
-        Args:
-            store: The store.
-            blobs: State that the engine does not know.
-            layout: To resume: the parts of the model as a new manifest would have them.
+        ``layout``, to resume: the parts of the model as a new manifest would have them.
 
         Raises:
             ConfigError: The record has other parts or other optimizers, or steps are not kept.
@@ -238,13 +235,10 @@ class KeptSteps:
             self._pin()
 
     def keep(self, executor: Executor, state: Callable[[StateFiles], str], *, last: bool = False) -> None:
-        """Commits the step that has just ended, and keeps every N-th one.
+        """Commits the step that has just ended; keeps every N-th one, and the ``last`` in any case.
 
-        Args:
-            executor: The executor.
-            state: Returns the training state for the record, and writes what is too large for it to
-                files; empty if the state cannot be kept.
-            last: Training may end with this step, so it is kept in any case.
+        ``state`` returns the training state for the record, and writes what is too large for it to
+        files; it is empty if the state cannot be kept.
         """
         self._count += 1
         whole = last or self._count % self._every == 0

@@ -66,11 +66,8 @@ class ModelSetup:
     def cut(self, owners: Mapping[int, int], parked: Executor | None) -> bool:
         """Cuts parts so that each has parameters of one optimizer only. Returns whether it cut any.
 
-        Parameters without an optimizer stay with those of the first one.
-
-        Args:
-            owners: The number of each parameter's optimizer, by the parameter's ``id``.
-            parked: The executor of a parked session, whose weights may be on disk.
+        ``owners`` has optimizers' numbers by the parameter's ``id``; parameters without one stay
+        with those of the first. The weights of a ``parked`` session may be on disk.
         """
         was_cut = False
         for block in self.blocks:
@@ -201,14 +198,7 @@ def _differs(part: Part, found: Sequence[TensorPlace]) -> str:
 
 
 def _open(store: TierStore, part: Part, geometry: PartGeometry | None, *, is_read: bool) -> None:
-    """Opens the part with its weights in memory and without state.
-
-    Args:
-        store: The tiers.
-        part: The part.
-        geometry: Where it lives.
-        is_read: The weights have just been read.
-    """
+    """Opens the part with its weights in memory, which may just have been read, and no state."""
     if part.in_place is not None:
         part.in_place.check()
         part.mirrored_versions = versions(part) if is_read else -1

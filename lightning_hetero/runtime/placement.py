@@ -282,9 +282,7 @@ class Placer:
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
         """The memory that a resolved plan needs; with activations once a batch has been profiled.
 
-        Args:
-            plan: The plan.
-            rules: How gradients are used; ``None``: as in the loop, without speculation.
+        Without ``rules`` gradients are used as in the loop, without speculation.
         """
         rules = rules or replace(self._rules, speculates=False)
         waits = Updates.REDONE if rules.speculates else Updates.AFTER_VERDICT
@@ -299,8 +297,7 @@ class Placer:
     def _partitioned(self, plan: Plan, needs: Needs, cache_bytes: int, device_memory: int) -> tuple[int, int]:
         """Divides a device between memory reserved for weights and state, and torch's allocator.
 
-        Returns:
-            The bytes of the cache, at most ``cache_bytes``, and the reserved bytes.
+        Returns the bytes of the cache, at most ``cache_bytes``, and the reserved bytes.
 
         Raises:
             OutOfMemoryBudgetError: The device is too small for both.

@@ -131,10 +131,8 @@ class Heap:
 
         Without ``host_memory`` the budget comes from the free memory, before a batch has shown what
         it needs. Where free memory ends, the kernel would kill the process. Once a batch has been
-        profiled, the budget includes activations, and nothing is looked at here.
-
-        Args:
-            coming_bytes: Allocated until the next anchor, beside what a block's forward adds.
+        profiled, the budget includes activations, and nothing is looked at here. ``coming_bytes``
+        are allocated until the next anchor, beside what a block's forward adds.
         """
         if not self._takes_what_is_free or self.counted_bytes:
             return 0

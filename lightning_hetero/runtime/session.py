@@ -85,12 +85,8 @@ class Session(Budgets):
     def cut(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Cuts the blocks' parts by optimizer, before :meth:`start`.
 
-        Args:
-            optimizers: The optimizers of a fit with their first groups, so that a resume makes the
-                same parts.
-
-        Returns:
-            The optimizers for :meth:`start`; the members of a combined optimizer stand for it.
+        The optimizers have their first groups, so that a resume makes the same parts. Returns those
+        for :meth:`start`: the members of a combined optimizer stand for it.
         """
         inner = [one for optimizer in optimizers for one in members(optimizer)]
         self._obstacle = next(filter(None, map(obstacle, optimizers)), "")

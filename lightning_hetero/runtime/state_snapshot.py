@@ -135,13 +135,9 @@ class StateSnapshot:
 
 
 def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> StateSnapshot:
-    """A snapshot of a run, while no update is under way.
+    """A snapshot of a run, while no update is under way; without a store, all is in memory.
 
-    Args:
-        store: The tiers; ``None`` if everything is in memory.
-        parts: The model's parts.
-        scratch: A folder on the disk.
-        room_bytes: Bytes that may be written there.
+    At most ``room_bytes`` are written to the folder ``scratch``.
 
     Raises:
         StoreError: A transfer or a system call failed.

@@ -241,11 +241,8 @@ def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:
 def write_state(store: TierStore, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
     """Overwrites runs of a part's state arrays, on any tier.
 
-    Args:
-        store: The tiers.
-        part: The part.
-        runs: ``(array, index, values)``: the number of the array, the parameter's position in the
-            part, and flat fp32 values in the parameter's memory order.
+    Each has the number of the array, the parameter's position in the part, and flat fp32 values in
+    the parameter's memory order.
     """
     if part.state_home is None:
         store.write_state(part, runs)

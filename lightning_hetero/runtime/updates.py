@@ -145,13 +145,9 @@ class Updater:
         return DuePart(part, indices, numbers, claim)
 
     def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
-        """Runs a prepared update.
+        """Runs a prepared update. If it is not open, the engine waits for the tickets first.
 
-        Args:
-            due: The update.
-            priority: Of native updates that may run, the lowest number runs first.
-            after: Native updates that are not open wait for these.
-            speculative: It may be taken back.
+        ``priority``: of native updates that may run, the lowest number runs first.
         """
         tickets: list[Ticket] = []
         on_device = due.block.plan.update is UpdateLane.DEVICE

@@ -72,13 +72,9 @@ class BatchSize:
 
 
 class Autoplan:
-    """Plans for one strategy.
+    """Plans for one strategy by a planner's name, for the machine that the fit runs ``on``.
 
-    Args:
-        planner: A name in ``PLANNERS``.
-        on: The machine to plan for; nothing of it is measured before a plan is due.
-        drift: Relative change of batch, budget or step time that causes a new plan. ``None``: none
-            does.
+    ``drift`` is the relative change of batch, budget or step time that causes a new plan, if any.
     """
 
     def __init__(self, planner: str, on: Machine, *, drift: float | None) -> None:
@@ -364,13 +360,7 @@ class Autoplan:
         return plan
 
     def _unmeasured(self, session: Session, model: ModelProfile, error: OutOfMemoryBudgetError) -> Plan:
-        """The plan to use if there is no memory for measuring the machine.
-
-        It is the plan in force, or ``disk`` if that one does not fit together with activations.
-
-        Raises:
-            OutOfMemoryBudgetError: Neither fits.
-        """
+        """Without memory for measuring the machine: the plan in force, else ``disk``."""
         self.machine = self._held = None
         self._from_profile = self._is_lesser = False
         plan = replace(session.running.plan, predicted=None)

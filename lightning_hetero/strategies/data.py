@@ -411,8 +411,7 @@ def validation_state(trainer: Trainer) -> dict[str, object] | None:
 def restore_validation(trainer: Trainer, state: Options) -> None:
     """Restores validation's dataloaders to the result of :func:`validation_state`.
 
-    Persistent workers are started now. Otherwise the next validation would draw a base seed for
-    them, which it did not do in the first run.
+    Persistent workers start now: the next validation must draw no base seed for them.
 
     Raises:
         ConfigError: The dataloaders are not those of the first run.

@@ -41,15 +41,9 @@ class Machine:
         return self._given is not None or ENVIRONMENT in os.environ
 
     def profile(self, session: Session, *, disk: bool = True, again: bool = False) -> HardwareProfile:
-        """The profile, measured if none was given.
+        """The profile, measured if none was given; ``disk``: plans may use the disk.
 
-        Capacities are the machine's or the emulated device's.
-
-        Args:
-            session: The session that is planned for.
-            disk: Plans may use the disk, so it is measured too.
-            again: The measured profile is wrong: measure again. A given profile stays, with a
-                warning.
+        ``again``: the measured profile is wrong. A given profile stays, with a warning.
 
         Raises:
             ConfigError: The environment variable names no profile, or the profile and the session
@@ -83,11 +77,8 @@ class Machine:
 def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
     """A machine with an emulated device: the host's rates, and the device's own where it sets them.
 
-    Args:
-        host: The machine that emulates it.
-        device: The device. Without a set bandwidth its copies run at half of the memory's, because
-            they read and write memory. Set rates of updates are for fp32 weights with 8 bytes of
-            state each.
+    Without a set bandwidth copies run at half of the memory's, because they read and write memory.
+    Set rates of updates are for fp32 weights with 8 bytes of state each.
     """
     h2d, d2h = (rate or host.host_dram_bytes_per_s / 2 for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s))
     read, write = (device.disk_bytes_per_s or rate for rate in (host.disk_read_bytes_per_s, host.disk_write_bytes_per_s))

@@ -8,13 +8,8 @@ its record, because they say which parameters have state in it. Afterwards the o
 first groups, because hooks at the start of a fit expect them. When Lightning restores the
 optimizers, they get the groups of the record.
 
-[Note: As made]
-A record also says how model and optimizers were made: classes, options that choose another
-algorithm, and the parameters of each group in order. Step counts and options are kept by parameter
-numbers, so another order would give them to other parameters. Numbers such as learning rates may
-differ: those of the record count, as in every resume. Schedulers need the same classes in the same
-order, because their state fits no others. Only the code says when they step, so a difference there
-is a warning.
+A record also says how model and optimizers were made; docs/durability.md says what must be equal.
+Step counts and options are kept by parameter numbers, so the parameters' order counts.
 """
 
 from __future__ import annotations

@@ -58,14 +58,10 @@ class Lightning:
         return bool(trainer.state.fn == self.module("trainer.states").TrainerFn.FITTING)
 
     def subclass(self, written: type[T], base: str, *, name: str, home: str = HOME) -> type[T]:
-        """The class ``written`` with a base class of the namespace.
+        """The class ``written``, which has no base class at run time, with one of the namespace.
 
-        Args:
-            written: The class, which has no base class at run time.
-            base: Module and name of the base class, such as ``"strategies.DDPStrategy"``.
-            name: The class's name for ``lightning.pytorch``. For the other namespace it gets a
-                prefix.
-            home: The module in which it is found. Configuration files and pickles need one.
+        ``base`` is such as ``"strategies.DDPStrategy"``. ``name`` gets a prefix for the namespace
+        that is not ``lightning.pytorch``. Configuration files and pickles find it in ``home``.
         """
         key = home, _PREFIX[self.name] + name
         if key not in _made:

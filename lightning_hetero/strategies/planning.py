@@ -47,13 +47,7 @@ class FitPlanning:
     def search(self, hardware: HardwareProfile, *, planner: str, short_bytes: int) -> tuple[Plan, HardwareProfile]:
         """Finds a plan that fits both the planner's account of memory and the session's.
 
-        Args:
-            hardware: As for :meth:`machine`.
-            planner: A name in ``PLANNERS``.
-            short_bytes: Device memory to leave free.
-
-        Returns:
-            The plan, and the machine that it was made for.
+        Returns the plan and the machine that it was made for: :meth:`machine` of these arguments.
 
         Raises:
             PlanError: No plan fits.
@@ -110,14 +104,9 @@ class FitPlanning:
         Compute was timed in this model's own batches, the other rates by micro-benchmarks. So the
         latter are taken to be wrong.
 
-        Args:
-            plan: The plan in force.
-            machine: The machine that the plan was made for.
-            step_s: Measured seconds of a step.
-
         Returns:
             The factor, and the plan with its prediction for such rates. ``None`` if no factor
-            between 1/64 and 64 explains the time.
+            between 1/64 and 64 explains the ``step_s`` that a step takes.
         """
 
         def predicted_s(scale: float) -> float:
@@ -147,9 +136,7 @@ class FitPlanning:
     def machine(self, hardware: HardwareProfile, *, short_bytes: int = 0) -> HardwareProfile:
         """The machine with the capacities that training may use, and the speed of this model.
 
-        Args:
-            hardware: The whole machine, including what other processes use.
-            short_bytes: Device memory to leave free.
+        ``short_bytes`` of the device's memory stay free.
         """
         session, model = self.session, self.model
         spare = _SPARE if session.options.host_memory is None else 1

@@ -4,15 +4,10 @@ A training step begins again from its first batch; an evaluation repeats one bat
 
 [Note: Clean state]
 A step can be repeated only from a clean state: its gradients are dropped, buffers, metrics and
-random generators are set back, and no update has begun, or only updates that can be revoked. For
-the latter, updates wait for all gradients if the host has memory for them, in every batch that may
-not fit. A batch may not fit if no batch of its size has fitted and ended in a step under the plan
-in force, or if torch can get less of the device now than it could then, because another process
-uses it or it is fragmented. Waiting changes no bit.
-
+random generators are set back, and no update has begun, or only updates that can be revoked. So
+updates wait for all gradients in every batch that may not fit; docs/devices.md says which may not.
 ``training_step`` runs again, and so do the hooks before and after backward. ``self.log`` takes
-effect once, in the first attempt that reaches the call. If a module counts in attributes of its
-own, it counts twice.
+effect once, in the first attempt that reaches the call.
 """
 
 from __future__ import annotations
@@ -183,9 +178,8 @@ class StepRetry:
     def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
         """Runs a batch's backward; under a lesser plan its forward too, to the same loss.
 
-        Args:
-            run: Runs it from a loss, with the hooks before and after it.
-            loss: The loss. If it did not fit, it has lost its graph.
+        ``run`` runs it from a loss, with the hooks before and after it. A ``loss`` that did not fit
+        loses its graph.
         """
         if not self._batches:
             return run(loss)

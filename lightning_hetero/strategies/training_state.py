@@ -88,13 +88,10 @@ class TrainingState:
     def take(self, books: Callable[[], list[dict[str, object]]], files: StateFiles) -> str:
         """The state as text (see ``store.format.encoding``) after the hooks of a training batch.
 
-        Returns:
-            The text. It is empty, with a warning, if a value that a resume needs cannot be encoded
-            safely.
+        It is empty, with a warning, if a value that a resume needs cannot be encoded safely.
 
         Raises:
-            StoreError: A file cannot be written; :class:`OutOfDiskError` if there is no room for
-                it.
+            StoreError: A file cannot be written; :class:`OutOfDiskError` if there is no room.
         """
         trainer = self._trainer
         try:

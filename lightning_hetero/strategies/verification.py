@@ -123,13 +123,9 @@ class Verifier:
         self._losses.append(None if loss is None else loss.detach().clone())
 
     def check(self, module: pl.LightningModule, optimizer: Optimizer, precision: Precision, on_cpu: Collection[int] = ()) -> None:
-        """Repeats the step that has just ended, and compares.
+        """Repeats the step that has just ended, and compares. No update is in progress.
 
-        Args:
-            module: The LightningModule. No update of it is in progress.
-            optimizer: Its optimizer.
-            precision: The precision plugin.
-            on_cpu: Ids of the parameters that the CPU has updated.
+        ``on_cpu`` has the ids of the parameters that the CPU has updated.
 
         Raises:
             VerificationError: Names the first tensor that differs, and how.

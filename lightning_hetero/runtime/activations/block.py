@@ -228,12 +228,7 @@ class BlockActivations:
     def swap(self, op: Op, after: Sequence[Event] = ()) -> OpEvent:
         """Submits a hop of the latest forward that is ready for it: uses of one block nest.
 
-        Args:
-            op: SWAP_OUT on ``d2h`` or ``disk_write``, or SWAP_IN on ``disk_read`` or ``h2d``.
-            after: Events that it waits for.
-
-        Returns:
-            Its end. If no forward is ready for it, it moves nothing.
+        Returns its end. If no forward is ready for it, it moves nothing.
         """
         hop = op.kind, op.lane
         for forward in reversed(self._forwards):

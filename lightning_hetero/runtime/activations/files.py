@@ -27,10 +27,7 @@ _MOST_FILES = 4096
 class SwapFiles:
     """Makes files for swapped activations, in a directory of their own. Thread-safe.
 
-    Args:
-        engine: The engine; its io back end moves the bytes.
-        directory: A private directory that nothing else uses. :meth:`close` removes it and its
-            content.
+    :meth:`close` removes the directory, which nothing else uses, and its content.
 
     Raises:
         UnsupportedError: The file system refuses direct transfers.
@@ -109,9 +106,7 @@ class SwapFile:
     def write(self, memory: Tensor) -> Ticket:
         """Begins to write all of it; nothing of the file is under way.
 
-        Args:
-            memory: Host memory, uint8, flat, whole pages; it stays unchanged until the ticket is
-                DONE.
+        The memory is uint8, flat, whole pages; it stays unchanged until the ticket is DONE.
         """
         self._block.bind(memory.data_ptr(), keep=memory)
         return self._files.engine.store(self._block, [], weights_from_memory=True, step=0, priority=0, keep=memory)

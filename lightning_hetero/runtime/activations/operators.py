@@ -125,11 +125,8 @@ class ForwardRecord:
 class Watch(OperatorMode):
     """Active during a block's forward: names the operators and notes what they make.
 
-    Args:
-        policy: What becomes of the tensors that an operator saves, by its name.
-        device_type: The type that tensors on that device report.
-        inside: Whether the block itself runs, not a block in it.
-        record: Where operators that may be spared are noted; ``None``: nothing is recomputed.
+    ``inside`` says whether the block itself runs, not a block in it. Operators that may be spared
+    are noted in ``record``; without one nothing is recomputed.
     """
 
     def __init__(

@@ -102,9 +102,8 @@ class Rerun:
     def run(self, inside: Callable[[], AbstractContextManager[Callable[[], bool]]]) -> None:
         """Brings back all dropped tensors that somebody still needs.
 
-        Args:
-            inside: A context in which the block's own hooks do nothing; it gives a function that
-                says whether the block itself runs, not a block in it.
+        The block's own hooks do nothing in the context ``inside``. It gives a function that says
+        whether the block itself runs, not a block in it.
 
         Raises:
             RecomputationError: The forward did something else than the first time.

@@ -40,10 +40,7 @@ _PAGE = 4096
 class Swapper:
     """What all swaps of a model share.
 
-    Args:
-        files: Files for swaps to the disk; ``None`` if there are none.
-        poison: Fill memory with NaN when it is given up and before bytes arrive in it (tests).
-        made: Called with the storage of device memory for the way back.
+    ``made`` is called with the storage of device memory for the way back.
     """
 
     def __init__(
@@ -123,12 +120,8 @@ class Swapper:
 class Swap:
     """The activations of one use on their way; see [Note: Hops].
 
-    The saved storages hold it, and so do transfers that are under way. Compute's thread calls it.
-
-    Args:
-        block: The block's index.
-        op: SWAP_OUT on ``d2h``: copies the storages to host memory.
-        after: Events that the copy waits for.
+    It begins with SWAP_OUT on ``d2h``, which copies the storages to host memory. They hold it, and
+    so do transfers that are under way. Compute's thread calls it.
     """
 
     def __init__(self, swapper: Swapper, block: int, storages: Sequence[SavedStorage], op: Op, after: Sequence[Event]) -> None:

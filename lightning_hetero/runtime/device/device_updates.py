@@ -148,11 +148,7 @@ class DeviceUpdates:
     def update(self, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
         """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): updates a part.
 
-        Args:
-            part: The part; its weights and its state are on the device.
-            rows: The parameters to update: position in the part, its hyperparameters, its gradient
-                in the parameter's memory order.
-            scale: Multiplies gradients in fp32 first.
+        Gradients are in their parameter's memory order; ``scale`` multiplies them in fp32 first.
 
         Raises:
             HeteroError: The part's state is not on the device.

@@ -21,9 +21,8 @@ from lightning_hetero.store.live.blocks import Part
 class BoundWeights:
     """The memory to which parameters are bound, by address.
 
-    Args:
-        memory: Returns the bytes from a parameter's first one on, in the memory that its part is
-            bound to; raises ``OffloadedAccessError`` if there is none.
+    ``memory`` returns the bytes from a parameter's first one on, in the memory that its part is
+    bound to; it raises ``OffloadedAccessError`` if there is none.
     """
 
     def __init__(self, device: torch.device, memory: Callable[[Part, int], Tensor]) -> None:

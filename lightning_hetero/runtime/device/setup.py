@@ -22,13 +22,7 @@ class DeviceSide:
 
 
 def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
-    """The lanes of one device.
-
-    Args:
-        device: The device; ``None`` for the host.
-        arena_bytes: Device memory that is reserved for weights and state, if the device is
-            partitioned.
-        poison: Fill memory that is free or not yet filled with NaN (tests).
+    """The lanes of one device; ``arena_bytes`` of a partitioned one are for weights and state.
 
     Raises:
         OutOfMemoryBudgetError: The device has less free.

@@ -66,8 +66,7 @@ class DeviceWeights:
     def bind_resident(self, block: Block, *, host_copy: bool) -> None:
         """Moves the block's weights from host memory to the device, to stay.
 
-        With ``host_copy`` updates on the CPU write the host's copy; else its pages go back to the
-        system.
+        With ``host_copy`` updates on the CPU write the host's copy; else its pages are given back.
 
         Raises:
             DeviceMemoryError: The device is too small for them.

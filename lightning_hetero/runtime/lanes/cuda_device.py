@@ -2,11 +2,8 @@
 
 [Note: Memory of a GPU]
 Free memory is measured once the process's context exists, with the libraries that matrix products
-need. It includes unused memory in torch's cache. A part of it, or of ``device_memory`` if that is
-less, is left alone: staging memory of the lanes, workspaces of libraries, and gaps between tensors
-in torch's allocator. The rest is for plans: one run for weights and optimizer state, reserved at
-once (``Lanes.memory``), and the other for activations and gradients, by torch's allocator. So a
-step moves neither to make room for the other.
+need. It includes unused memory in torch's cache. docs/devices.md says how it is divided: neither
+the part for weights and state (``Lanes.memory``) nor torch's makes room for the other.
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ class CudaDevice:
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
-        """Measures a device.
-
-        Args:
-            device: The device; the current one of this process.
-            budget_bytes: Most bytes that may be used; ``None``: all that are free.
+        """Measures the current device of this process; without a budget all that is free counts.
 
         Raises:
             OutOfMemoryBudgetError: Hardly anything is free.
@@ -58,11 +51,7 @@ class CudaDevice:
         return found
 
     def without(self, num_bytes: int, what: str) -> Self:
-        """The device with a part of its memory left to another use.
-
-        Args:
-            num_bytes: How much.
-            what: The other use, for the error.
+        """The device with a part of its memory left to another use, which the error names.
 
         Raises:
             OutOfMemoryBudgetError: Hardly anything would be left.

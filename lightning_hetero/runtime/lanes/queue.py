@@ -31,9 +31,8 @@ def host_moment(name: str = "") -> Moment:
 class Queue:
     """One lane: a thread that does one op after the other.
 
-    Args:
-        work: Waits for the events before an op, runs it, and returns its tickets.
-        tidy: Called between two ops; returns after how many idle seconds to call it again, if ever.
+    ``work`` waits for the events before an op, runs it, and returns its tickets. ``tidy`` is called
+    between two ops; it returns after how many idle seconds to call it again, if ever.
     """
 
     def __init__(self, lane: Lane, work: Callable[[QueuedOp], Iterable[Ticket]], tidy: Callable[[Lane], float | None]) -> None:
