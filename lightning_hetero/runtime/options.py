@@ -69,12 +69,7 @@ def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool =
     It is ``host_memory`` if that is given. Otherwise it is the memory that this run already holds,
     plus the free memory, minus a reserve: without one, a run could fill its control group, and the
     kernel would kill it. The reserve is 64 MiB for the process, and an eighth of the free memory
-    for a batch until one has been profiled.
-
-    Args:
-        options: The user's choices.
-        present_bytes: Bytes of its budget that this run already holds.
-        profiled: Activations are known, and plans count them.
+    for a batch until one has been ``profiled``.
 
     Raises:
         ConfigError: ``host_memory`` exceeds the memory of the machine or of the control group.

@@ -123,11 +123,7 @@ class Placer:
         return max(chunks)
 
     def first_that_fits(self, plans: Sequence[Callable[[ModelShape], Plan]], *, present_bytes: int) -> Placement:
-        """The first of the plans that the budget allows.
-
-        Args:
-            plans: Functions that make them.
-            present_bytes: Weights and state that are in memory already.
+        """The first of the plans that the budget allows, with what is in memory already.
 
         Raises:
             OutOfMemoryBudgetError: None fits. The error is that of the plan that needs least.

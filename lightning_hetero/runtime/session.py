@@ -206,8 +206,7 @@ class Session(Budgets):
     def replan(self, plan: Plan) -> Plan:
         """Changes the plan between two batches of a fit: moves weights and state to its tiers.
 
-        Returns:
-            The plan in force, one rule per block.
+        Returns the plan in force, one rule per block.
 
         Raises:
             HeteroError: Those of :meth:`start`; nothing has changed then.
@@ -412,9 +411,7 @@ class Session(Budgets):
     def snapshot(self, path: Path, leaving: Sequence[Path] = ()) -> None:
         """Links the last kept step to another path. Replaces a checkpoint there.
 
-        Args:
-            path: The path.
-            leaving: Checkpoints that are removed before training goes on.
+        Checkpoints ``leaving`` are removed before training goes on.
 
         Raises:
             ConfigError: Something else is at ``path``.
@@ -480,9 +477,7 @@ class Session(Budgets):
         """Finishes updates, brings weights and state into ordinary memory, and removes the files.
 
         If that does not fit the budget, everything stays where it is, and can be read there.
-
-        Returns:
-            Whether the session is parked: still open, until :meth:`unpark` or :meth:`abandon`.
+        Returns whether it is parked so: still open, until :meth:`unpark` or :meth:`abandon`.
 
         Raises:
             ForkedProcessError: This is a child of fork. Nothing of the parent changes.

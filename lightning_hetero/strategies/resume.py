@@ -81,12 +81,8 @@ def _checked_state(last: record.StepRecord, path: Path) -> State:
 def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Precision, opened: ExitStack) -> State:
     """The last kept step of a store as a Lightning checkpoint for evaluation. Nothing is written.
 
-    Args:
-        path: The store. No process uses it.
-        module: The LightningModule. Its parameters' names are those of tied weights in the result.
-        precision: The Trainer's precision plugin.
-        opened: Keeps the files open. Weights are lazy tensors, which can be read until it is
-            closed.
+    Weights are lazy tensors, which can be read until ``opened`` is closed. Tied weights have the
+    names of the module's parameters.
 
     Raises:
         ConfigError: It is not a store of this version, its last record is not of a step, or it

@@ -114,9 +114,7 @@ class _Demand:
 class StepRetry:
     """Repeats steps on a device that is too small for them; see [Note: Clean state].
 
-    Args:
-        on_demotion: Called with each error before the plan changes. Returns a function that
-            predicts a lesser plan.
+    ``on_demotion`` gets each error before the plan changes, and returns what predicts a lesser one.
     """
 
     def __init__(

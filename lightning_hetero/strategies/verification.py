@@ -59,10 +59,7 @@ class Verifier:
     :meth:`batch_ended` surround each training step; :meth:`check` follows each optimizer step.
     Training is not changed.
 
-    Args:
-        module: The LightningModule, as the user has made it.
-        steps: The number of steps to verify.
-        device: The device, if it has memory of its own. It has room for :func:`reference_bytes`.
+    A device with memory of its own has room for :func:`reference_bytes`.
 
     Raises:
         ConfigError: The device's kernels may be nondeterministic.

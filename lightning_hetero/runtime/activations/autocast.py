@@ -212,10 +212,7 @@ class CastRef:
 class _Watch(OperatorMode):
     """Active during a block's forward: sees casts of its weights, and operators that use them.
 
-    Args:
-        weights: Says which weight a tensor lies in.
-        saves: Replaces casts that operators have saved, unless hooks of the user handle saved
-            tensors.
+    ``saves``: it replaces casts that operators have saved, unless hooks of the user handle these.
     """
 
     supports_higher_order_operators = True

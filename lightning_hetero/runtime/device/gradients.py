@@ -55,9 +55,7 @@ class HostGradients:
     def take(self, block: Block) -> Callable[[], list[Ticket]]:
         """GRAD: takes the gradients of the block's backward, and leaves ``param.grad = None``.
 
-        Returns:
-            The run for lane ``d2h``. Its op waits for a mark, and for the update whose memory it
-            takes.
+        The op of its run waits for a mark, and for the update whose memory it takes.
 
         Raises:
             UnsupportedError: A gradient is not dense; names the parameter.

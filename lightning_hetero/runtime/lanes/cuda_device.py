@@ -87,9 +87,6 @@ def spare_bytes(device: torch.device) -> int:
 
     That is the free memory and the allocator's unused whole pieces, at most this process's share.
     Gaps between tensors in use do not count.
-
-    Args:
-        device: A CUDA or ROCm device.
     """
     free, total = torch.accelerator.get_memory_info(device)
     stats = torch.accelerator.memory_stats(device)

@@ -56,12 +56,8 @@ class DeviceArena:
     def take(self, num_bytes: int, what: str) -> Tensor:
         """Takes memory: uint8, flat, aligned to 512 bytes.
 
-        Args:
-            num_bytes: Length of the tensor; at least 0.
-            what: Its purpose, for the error.
-
         Raises:
-            DeviceMemoryError: There is no gap of that size.
+            DeviceMemoryError: There is no gap of that size. It says for ``what``.
         """
         if not num_bytes:
             return self._buffer[:0]

@@ -99,15 +99,9 @@ class Lanes:
     def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> OpEvent:
         """Queues an op on ``op.lane``; see [Note: Lanes].
 
-        Args:
-            op: The op.
-            run: Does it, in the lane's thread, with the lane's stream current and without
-                gradients; may return native tickets.
-            after: Events of these lanes that the op waits for. An op that works on results of
-                compute waits for a mark.
-
-        Returns:
-            The end of the op.
+        ``run`` does it, in the lane's thread, with the lane's stream current and without gradients;
+        it may return native tickets. The op waits for the events ``after``: if it works on results
+        of compute, for a mark. Returns the end of the op.
 
         Raises:
             HeteroError: The lanes are closed.

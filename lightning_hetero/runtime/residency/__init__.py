@@ -72,14 +72,9 @@ class Residency(ABC):
 
     @abstractmethod
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom | None]:
-        """The weights in memory as a batch begins.
+        """The weights in memory as a batch begins: of blocks on disk, and on a device of its own.
 
-        Args:
-            last: The schedule of the last batch if all of its ops were submitted.
-
-        Returns:
-            Blocks on disk whose weights are in memory, and room and content of a device with memory
-            of its own.
+        ``last`` is the schedule of the last batch if all of its ops were submitted.
         """
 
     def room_before(self, schedule: Schedule) -> DeviceRoom | None:
