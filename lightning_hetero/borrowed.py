@@ -71,6 +71,11 @@ REPLACED = (
         "lightning:strategies.Strategy.checkpoint_io",
         "LocalFirst learns which strategy gets it, and makes that save on all ranks.",
     ),
+    Borrowed(
+        "trainer:fit_loop.epoch_loop.automatic_optimization._on_before_zero_grad",
+        "Memory that ends in the hooks before gradients are zeroed is named, also in a batch without a step.",
+        ("self", "optimizer"),
+    ),
     Borrowed("trainer:fit_loop._data_fetcher", "Its combined loader is replaced by one that counts batches."),
 )
 

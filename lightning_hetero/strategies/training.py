@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hetero.clock import now_s
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
@@ -102,6 +103,10 @@ class Training:
         self.step_ended = False  # the current batch ends in an optimizer step
         self._clipping = _clipping_of(module.trainer)  # as the rules in force have it
         self._hooks = self._make_hooks(speculates=speculates)
+        self._patches = Patches()
+        if retry is not None and not self._is_manual:
+            loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+            self._patches.replace(loop, "_on_before_zero_grad", partial(self._before_zero_grad, loop._on_before_zero_grad, retry))
         if state is not None:
             state.attach(self.batch_ended)
 
@@ -194,6 +199,13 @@ class Training:
                 with self._waiting():
                     self._peers.gradients_computed()
 
+    def _before_zero_grad(self, plain: Callable[[Optimizer], None], retry: StepRetry, optimizer: Optimizer) -> None:
+        """Runs the hooks ``on_before_zero_grad``, also in a batch without the optimizer's step."""
+        try:
+            plain(optimizer)
+        except OUT_OF_MEMORY as error:
+            raise retry.step_failed(error) from error
+
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """The time in the context is not part of the step's time."""
@@ -264,4 +276,5 @@ class Training:
         if self.state is not None:
             self.state.detach()
         self._hooks.close()
+        self._patches.restore()
         vars(self).clear()

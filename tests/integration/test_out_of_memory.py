@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -63,6 +64,18 @@ def needs(plan: Any, train: Callable[[Any], object], monkeypatch: pytest.MonkeyP
     return refusal.value.needed_bytes, seen[0]
 
 
+def repeats(caplog: pytest.LogCaptureFixture, what: str = "step") -> list[str]:
+    """The warnings that something begins again."""
+    return [m for m in (record.getMessage() for record in caplog.records) if f"the {what} begins again" in m]
+
+
+def assert_as_plain(module: LitModel, got: Outcome, plain: list[Any], expected: Outcome) -> None:
+    """Every fault has come, and weights, losses and metrics are those of plain Lightning."""
+    assert_same(got, expected)
+    assert not module.faults
+    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+
+
 def without_buffers(module: LitModel) -> None:
     """Blocks that can be computed again for sure."""
     for layer in module.model.blocks:
@@ -87,7 +100,7 @@ def test_a_step_is_repeated_under_a_smaller_plan(
     strategy = HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=least + int(share * saved), seed=1))
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         assert_same(run(recipe, strategy, tmp_path, prepare=prepare, module_class=Once), expected)
-    assert any("the step begins again" in record.getMessage() for record in caplog.records)
+    assert repeats(caplog)
     assert Saved.RECOMPUTE in {row.saved for row in strategy.plan.blocks}
 
 
@@ -116,11 +129,9 @@ def test_wherever_it_happens_the_step_is_repeated(
     verdicts = counted_verdicts(monkeypatch)
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         module, strategy, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU)
-    assert_same(got, expected)
-    assert not module.faults
-    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+    assert_as_plain(module, got, plain, expected)
     assert bool(verdicts["skipped"]) == (name == "taken back"), "updates that were tried are no obstacle"
-    messages = [m for m in (record.getMessage() for record in caplog.records) if "the step begins again" in m]
+    messages = repeats(caplog)
     assert len(messages) == len(faults)
     for message, (_, place, block) in zip(messages, faults, strict=True):
         phase = "forward" if place == "forward" else "backward"
@@ -196,24 +207,31 @@ def test_a_step_is_repeated_from_the_hooks_around_backward(
     expected = run(recipe, "auto", tmp_path, module_class=kind, prepare=plain.append)
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         module, _, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=kind)
-    assert_same(got, expected)
-    assert not module.faults
-    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
-    messages = [m for m in (record.getMessage() for record in caplog.records) if "the step begins again" in m]
+    assert_as_plain(module, got, plain, expected)
+    messages = repeats(caplog)
     where = {"on_before_backward": "between forward and backward", "on_after_backward": "after backward", "backward": "in backward"}
     assert len(messages) == len(faults)
     assert all(f"too small {where[place]}" in message for message, (_, place, _) in zip(messages, faults, strict=True))
 
 
-def test_out_of_memory_between_forward_and_backward_is_named_where_nothing_is_repeated(fake: FakeCuda, tmp_path: Path) -> None:
-    class Zeroes(LitModel):
-        def on_before_zero_grad(self, optimizer: Any) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("owner", [LitModel, pl.Callback])
+def test_out_of_memory_between_forward_and_backward_is_named_where_nothing_is_repeated(
+    owner: type[Any], accumulate: int, fake: FakeCuda, tmp_path: Path
+) -> None:
+    zeroes = type("Zeroes", (owner,), {"on_before_zero_grad": out_of_memory})
+    module_class, callbacks = (zeroes, []) if owner is LitModel else (LitModel, [zeroes()])
     with pytest.raises(
         BatchMemoryError, match=r"between forward and backward, in on_before_zero_grad.*2\.00 MiB.*Use a smaller batch"
     ):
-        run(Recipe(shape=FOUR), HeteroOffloadStrategy("resident"), tmp_path, module_class=Zeroes, **ON_GPU)
+        run(
+            Recipe(shape=FOUR, accumulate=accumulate), HeteroOffloadStrategy("resident"), tmp_path, module_class=module_class,
+            callbacks=callbacks, **ON_GPU,
+        )  # fmt: skip
 
 
 EVALUATION: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
@@ -233,11 +251,9 @@ def test_a_batch_of_a_validation_is_repeated(
     expected = run(recipe, "auto", tmp_path, module_class=FailingInEvaluation, prepare=plain.append)
     with caplog.at_level(logging.WARNING, "lightning_hetero"):
         module, _, got = failing(recipe, plan, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=FailingInEvaluation)
-    assert_same(got, expected)
-    assert not module.faults
-    assert module.trainer.callback_metrics == plain[0].trainer.callback_metrics
+    assert_as_plain(module, got, plain, expected)
     assert module.seen.compute() == plain[0].seen.compute() > 0
-    messages = [m for m in (record.getMessage() for record in caplog.records) if "the batch begins again" in m]
+    messages = repeats(caplog, "batch")
     assert len(messages) == len(faults)
     assert all("in an evaluation" in m and "2.00 MiB" in m for m in messages)
 
@@ -358,7 +374,7 @@ def test_a_step_with_a_scaled_loss_begins_again_with_the_same_scale(
         got = train(HeteroOffloadStrategy(HOST, device=EmulatedDevice(memory=least + saved // 2, seed=1)))
     assert_same(got, expected)
     assert set(scales) == {2.0**12}  # halved once, doubled once
-    assert any("the step begins again" in record.getMessage() for record in caplog.records)
+    assert repeats(caplog)
 
 
 class Growing(Manual):
