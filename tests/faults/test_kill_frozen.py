@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -14,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import around, in_child
-from support.scripts import output_of, result_of
+from support.children import Report, all_on_disk, around, assert_nothing_lost, in_child, kill_all, report_of
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All kills run in one process that forks."""
-    folder = tmp_path_factory.mktemp("frozen")
-    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
-    return found
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
-    found = report[case.name]
-    assert found["killed"], "the point was never reached"
-    assert found["resumed_at"] in case.resumes
-    assert not found["difference"]
+def test_a_kill_at_this_point_loses_no_committed_step(report: Report, case: Case) -> None:
+    assert_nothing_lost(report[case.name], case.resumes)
 
 
 def main(root: Path) -> None:
@@ -83,13 +75,7 @@ def main(root: Path) -> None:
     in_child(partial(write_weights, root))
     for change, files in sorted({(case.change, case.files) for case in CASES}):
         in_child(partial(train_plain, root, change, files))
-    report, file = {}, root / "case.json"
-    for case in CASES:
-        killed = in_child(partial(die_at, root, case))
-        in_child(partial(resume, root, file, case))
-        report[case.name] = {"killed": killed, **json.loads(file.read_text())}
-        shutil.rmtree(root / "store")
-    print(json.dumps(report))
+    kill_all(root, CASES, die_at, resume)
 
 
 # ---- what children do -------------------------------------------------------------------------------------------------------
@@ -137,7 +123,6 @@ def strategy_of(root: Path, case: Case) -> Any:
 
 def die_at(root: Path, case: Case) -> None:
     """Trains until the point, and kills itself."""
-    from lightning_hetero._native import DONE
     from lightning_hetero.runtime import session
     from lightning_hetero.store.live.block_files import BlockFiles
 
@@ -149,9 +134,7 @@ def die_at(root: Path, case: Case) -> None:
             return
         executor = strategy.session.executor
         if point == "written":
-            for part in [part for block in executor.blocks for part in block.parts]:
-                for ticket in filter(None, [part.last_write, part.updated, *(m.ticket for m in part.mirrors.values())]):
-                    ticket.wait(DONE)
+            all_on_disk(executor)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def has_moved(*_: Any) -> None:

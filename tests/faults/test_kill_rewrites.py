@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import around, in_child
-from support.scripts import output_of, result_of
+from support.children import Report, all_on_disk, around, assert_nothing_lost, in_child, kill_all, report_of
 
 STEPS = 6
 
@@ -85,19 +82,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All kills run in one process that forks."""
-    folder = tmp_path_factory.mktemp("rewrites")
-    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
-    return found
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
-    found = report[case.name]
-    assert found["killed"], "the point was never reached"
-    assert found["resumed_at"] in case.resumes
-    assert not found["difference"]
+def test_a_kill_at_this_point_loses_no_committed_step(report: Report, case: Case) -> None:
+    assert_nothing_lost(report[case.name], case.resumes)
 
 
 def main(root: Path) -> None:
@@ -109,13 +100,7 @@ def main(root: Path) -> None:
 
     for joins in (None, 0, 1):
         in_child(lambda joins=joins: torch.save(train(root, "auto", joins=joins), root / f"{joins}.pt"))
-    report, file = {}, root / "case.json"
-    for case in CASES:
-        killed = in_child(partial(die_at, root, case))
-        in_child(partial(resume, root, file, case))
-        report[case.name] = {"killed": killed, **json.loads(file.read_text())}
-        shutil.rmtree(root / "store")
-    print(json.dumps(report))
+    kill_all(root, CASES, die_at, resume)
 
 
 # ---- what children do -------------------------------------------------------------------------------------------------------
@@ -164,9 +149,7 @@ def die_at(root: Path, case: Case) -> None:
             return
         executor = strategy.session.executor
         if where != "recording":
-            for part in [part for block in executor.blocks for part in block.parts]:
-                for ticket in filter(None, [part.last_write, part.updated, *(m.ticket for m in part.mirrors.values())]):
-                    ticket.wait(DONE)
+            all_on_disk(executor)
             executor.lanes.drain()
             for ticket in filter(None, [executor.store.files.last_commit]):
                 ticket.wait(DONE)
