@@ -49,6 +49,7 @@ def growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
 def reopen(executor: Executor, part: Part, num_state: int) -> None:
     """Opens a part anew, with state: its parameters have joined an optimizer."""
     store, placed = executor.store, part.block.plan
+    executor.residency.reclaim(part.block)
     executor.residency.bring(part.block)
     executor.residency.leave(part.block)
     if part.native is not None:

@@ -445,6 +445,7 @@ class Executor:
         self._close_all(opened=True)
         self.drain()
         for block in self.blocks:
+            self.residency.reclaim(block)
             for part in block.parts:
                 self.store.barrier(part)
         self.store.commit()
@@ -469,6 +470,8 @@ class Executor:
         """
         for end in self.handlers.updating:
             end.handed()
+        for block in self.blocks:
+            self.residency.reclaim(block)
 
         def latest(kind: OpKind, block: int) -> Event | None:
             return self.handlers.ends.get((kind, block)) or self._before.get((kind, block))
@@ -527,6 +530,7 @@ class Executor:
         self.drain()
         for block in self.blocks:
             block.uses = 0
+            self.residency.reclaim(block)
         self.heap.close()
 
     def stop(self) -> None:

@@ -36,7 +36,7 @@ from lightning_hetero.store.format.pins import pin, pins, unpin
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.blocks import Block, Part, parts_of
-from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.geometry import may_differ
 from lightning_hetero.store.live.mirror_writes import arrange_mirrors, write_mirrors
 from lightning_hetero.store.live.mirrors import entry_of, mirror_bytes
 from lightning_hetero.store.live.native_parts import open_recorded
@@ -200,7 +200,7 @@ class KeptSteps:
 
     def about_to_move(self) -> None:
         """Blocks are about to move. Writes since the last kept step are not part of it."""
-        if self.kept and any(part.mirrors and part.mirrored_versions != versions(part) for part in self._parts):
+        if self.kept and any(part.mirrors and may_differ(part) for part in self._parts):
             self._open.store.unrecorded.changed = True
 
     def reopened(self, part: Part) -> None:

@@ -23,6 +23,7 @@ from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
+from lightning_hetero.store.raw_memory import set_data
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class ModelSetup:
                     if self._built is not None:
                         self._built.release(param.detach())
                     restore(param)
-                    param.data = memory
+                    set_data(param, memory)
                     self._elsewhere.discard(id(param))
 
     def restore(self, block: Block) -> None:

@@ -1,43 +1,100 @@
-"""``param.data`` of parameters of which a session has copies.
+"""``param.data`` of the parameters of a session.
 
 [Note: Writes through data]
 Torch's ``param.data`` is a tensor with a version counter of its own, so the parameter's counter
 does not show a write such as ``param.data.mul_(0.5)``. But copies of weights follow that counter: a
 device's copy, fp32 masters, and mirrors on disk. So for parameters of which a session has copies,
-``data`` is what ``detach()`` gives: the same memory, and the parameter's counter. Setting ``data``
-does not change. As with any write in place, autograd raises if a backward needs the old values.
+``data`` is what ``detach()`` gives: the same memory, and the parameter's counter. As with any write
+in place, autograd raises if a backward needs the old values. Trained fp32 weights in memory have no
+copy but their mirror. Their ``data`` is torch's own. From the first time that code takes it, the
+mirror is written at the end of every step that is kept.
+
+``param.data = value`` is noted in [Note: Moved weights].
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from lightning_hetero.untyped import Value
+from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
+from lightning_hetero.runtime.residency import Residency
+from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.moved_weights import assign
+from lightning_hetero.store.raw_memory import plain_data, set_data
 
-_DATA: Value = vars(torch._C.TensorBase)["data"]
-_get_plain, set_data = _DATA.__get__, _DATA.__set__
-_counted: Counter[int] = Counter()  # sessions that have the parameter, by its id
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A parameter of a session.
+
+    Attributes:
+        part: Its part.
+        index: Its position in it.
+        residency: Where the session has it.
+        counts: Writes through its ``data`` are to count in its version counter.
+    """
+
+    part: Part
+    index: int
+    residency: Residency
+    counts: bool
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter."""
+        return self.part.params[self.index]
+
+    def data(self) -> Tensor:
+        """Its ``data``, which the caller may write to."""
+        if self.counts:
+            return self.param.detach()
+        if type(self.param) is not OffloadedParameter:
+            self.part.is_lent = True
+            for ticket in readers_of(self.part):
+                ticket.wait()
+        return plain_data(self.param)
+
+    def assign(self, value: Tensor) -> None:
+        """Sets its ``data``."""
+        if type(self.param) is OffloadedParameter:
+            set_data(self.param, value)
+        else:
+            residency = self.residency
+            stays = residency.stays(self.part.block)
+            assign(self.part, self.index, value, stays=stays, is_saved=residency.copies is not None)
+
+
+_watched: defaultdict[int, list[Watched]] = defaultdict(list)  # by the parameter's id; the latest session last
 
 
 def _get(param: nn.Parameter) -> Tensor:
-    return param.detach() if id(param) in _counted else _get_plain(param)
+    return _watched[id(param)][-1].data() if id(param) in _watched else plain_data(param)
 
 
-def count_writes(params: Iterable[nn.Parameter]) -> None:
-    """A session begins: writes through ``data`` of its parameters count."""
-    _counted.update(map(id, params))
-    setattr(nn.Parameter, "data", property(_get, set_data))  # noqa: B010  # mypy knows of no setter
+def _set(param: nn.Parameter, value: Tensor) -> None:
+    if id(param) in _watched:
+        _watched[id(param)][-1].assign(value)
+    else:
+        set_data(param, value)
 
 
-def forget_writes(params: Iterable[nn.Parameter]) -> None:
+def watch(rows: Iterable[Watched]) -> None:
+    """A session begins: it sees what happens to ``data`` of its parameters."""
+    for row in rows:
+        _watched[id(row.param)].append(row)
+    setattr(nn.Parameter, "data", property(_get, _set))  # noqa: B010  # mypy knows of no setter
+
+
+def forget(rows: Iterable[Watched]) -> None:
     """The session ends. Without a session ``data`` is torch's own."""
-    for param in params:
-        _counted[id(param)] -= 1
-        if not _counted[id(param)]:
-            del _counted[id(param)]
-    if not _counted and "data" in vars(nn.Parameter):
+    for row in rows:
+        _watched[id(row.param)].remove(row)
+        if not _watched[id(row.param)]:
+            del _watched[id(row.param)]
+    if not _watched and "data" in vars(nn.Parameter):
         delattr(nn.Parameter, "data")

@@ -38,7 +38,7 @@ from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
-from lightning_hetero.runtime.parameter_data import count_writes, forget_writes
+from lightning_hetero.runtime.parameter_data import Watched, forget, watch
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
@@ -69,7 +69,7 @@ class Session(Budgets):
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
-        self._counted: list[nn.Parameter] = []  # see `runtime.parameter_data`
+        self._watched: list[Watched] = []  # parameters whose `data` is not torch's own
         self._resumes = self._fits = False
         self._final_report: dict[str, int] = {}
         self._state_snapshot: StateSnapshot | None = None  # a thread reads the store
@@ -153,6 +153,8 @@ class Session(Budgets):
         if self.store is None:
             self.store = self._opened_store(placement, placer.chunk_bytes)
         executor = self.executor = self._executor(self.store, placement, placer.model)
+        for block in self.blocks:  # of a parked session
+            executor.residency.reclaim(block)
         if parked is None or self._fits:
             self._setup.bring(self.store, executor, placement, resumed=self.steps if resume else None)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
@@ -165,7 +167,7 @@ class Session(Budgets):
             executor.rest()
             executor.residency.move_in()
         self._handles = observe(self.blocks, executor)
-        self._count_writes()
+        self._watch(executor)
         self._started = True
         self._announce(placement, begin_s)
 
@@ -532,18 +534,22 @@ class Session(Budgets):
         with suppress(HeteroError):  # the engine's error has been raised before
             self._close()
 
-    def _count_writes(self) -> None:
-        """Counts writes through ``data``, except where memory is the only copy of the weights."""
-        forget_writes(self._counted)
+    def _watch(self, executor: Executor) -> None:
+        """Sees what is done with ``data``; writes count where memory is not the only copy."""
+        forget(self._watched)
         copied = self.options.device is not None
-        params = (p for block in self.blocks for p in block.params())
-        self._counted = [p for p in params if copied or not p.requires_grad or p.dtype in MASTERED]
-        count_writes(self._counted)
+        self._watched = [
+            Watched(part, index, executor.residency, counts=copied or not p.requires_grad or p.dtype in MASTERED)
+            for block in self.blocks
+            for part in block.parts
+            for index, p in enumerate(part.params)
+        ]
+        watch(self._watched)
 
     def _close(self) -> None:
         """Closes and removes everything, also after a refused start."""
-        forget_writes(self._counted)
-        self._counted = []
+        forget(self._watched)
+        self._watched = []
         self._end_snapshot()
         if self.executor is not None:
             self.executor.stop()

@@ -20,6 +20,7 @@ from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, with_stri
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.moved_weights import stay_put, weights_now
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory, tensor_at
 
@@ -135,6 +136,7 @@ class WeightSource(_OfParameter):
         if self.changes is not None:
             self.changes(self.part.block)
         self.settle(self.part)
+        stay_put(self.part, self.index)
         if self.part.block.resident:
             if self.part.block.weights_on_disk:
                 self.store.barrier(self.part)  # the write of the last update may still read this memory
@@ -179,7 +181,7 @@ class StateSource(_OfParameter):
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
         if self._is_outdated:
-            content = self.room(torch.float32)[1].copy_(self.part.memory(self.index))
+            content = self.room(torch.float32)[1].copy_(weights_now(self.part, self.index))
             return lambda: content
         return self._begin_on_disk(self.array, torch.float32)
 

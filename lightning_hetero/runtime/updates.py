@@ -19,6 +19,7 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.moved_weights import bring_back, find_moved
 from lightning_hetero.store.live.tier_store import TierStore
 
 
@@ -152,14 +153,16 @@ class Updater:
         tickets: list[Ticket] = []
         on_device = due.block.plan.update is UpdateLane.DEVICE
         for one in due.parts:
+            if self.device is None:
+                find_moved(one.part)
+                if one.part.moved:
+                    bring_back(one.part)
             grads = self._gradients(one, clip=due.clip)
             if due.binding.rule is not Rule.NATIVE:
                 tickets += self._update_in_python(due, one)
             elif self.device is not None and on_device:
                 self.device.updates.update(one.part, list(zip(one.indices, one.numbers, grads, strict=True)), scale=due.scale)
             else:
-                if self.device is None:
-                    one.part.reclaim()
                 tickets.append(self._update_native(one, grads, due.scale, priority, after, speculative=speculative))
             if one.claim is not None:
                 one.claim.used(tickets[-1] if tickets else None)
@@ -232,8 +235,6 @@ class Updater:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer
         for ticket in writes_of(part):  # mirrors read the memory that the optimizer writes now
             ticket.wait()
-        if self.device is None:
-            part.reclaim()
         if due.scale != 1.0:
             torch._foreach_mul_([p.grad for p in params if p.grad is not None], due.scale)
         self.blobs.load(part, optimizer)

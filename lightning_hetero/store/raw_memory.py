@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,10 @@ from lightning_hetero.units import MIB
 
 PAGE = 4096
 _OWN_BYTES = MIB
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+# Torch's own ``param.data``.
+plain_data: Callable[[Tensor], Tensor] = _DATA.__get__
+set_data: Callable[[Tensor, Tensor], None] = _DATA.__set__
 
 
 def tensor_at(owner: object, address: int, numel: int, dtype: torch.dtype) -> Tensor:

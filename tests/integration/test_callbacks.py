@@ -191,7 +191,7 @@ def test_a_regularizer_of_offloaded_weights_is_refused_with_the_context_that_all
 def test_a_tensor_that_plain_pytorch_would_train_along_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lightning_hetero.store.live.blocks._shared", set())
+    monkeypatch.setattr("lightning_hetero.store.live.moved_weights._shared", set())
     module = LitModel(Recipe())
     parts = [(block.up, "weight") for block in module.model.blocks]
     pruning = ModelPruning("l1_unstructured", parts, amount=0.3, use_lottery_ticket_hypothesis=True)

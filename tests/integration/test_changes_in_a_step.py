@@ -14,10 +14,10 @@ import pytest
 import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.resuming import Ends, EndsAt
-from support.strategies import SPREAD, make_strategy, on_device
+from support.strategies import ON_DEVICE, WHERE, make_strategy, on_device
 from torch import Tensor, nn
 
-from lightning_hetero import BlockPlan, HeteroOffloadStrategy, Plan, Tier, UpdateLane
+from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OutOfMemoryBudgetError
 
 
@@ -116,17 +116,6 @@ class InClosure(Changing):
         optimizer.step(closure=closure)
 
 
-def rules(**options: Any) -> Plan:
-    return Plan(name="one", blocks=(BlockPlan(name="*", **options),))
-
-
-ON_DEVICE = {
-    "spread": SPREAD,
-    "updated on the host": rules(weights=Tier.DEVICE, state=Tier.DISK),
-    "updated on the device": rules(update=UpdateLane.DEVICE),
-    "resident": "resident",
-}
-WHERE = pytest.mark.parametrize("where", ["host", "disk", "tight", *ON_DEVICE])
 AUTOMATIC = ["begin", "on_after_backward", "on_before_optimizer_step", "on_train_batch_start", "on_train_batch_end"]
 BY_HAND = ["begin", "on_after_backward", "gradients", "step", "zero_grad", "on_train_batch_end"]
 

@@ -46,6 +46,19 @@ def on_device(plan: Any = SPREAD, memory: str | int = "16MiB", **options: Any) -
     return HeteroOffloadStrategy(plan, device=EmulatedDevice(memory=memory, seed=1), **options)
 
 
+def rules(**options: Any) -> Plan:
+    return Plan(name="one", blocks=(BlockPlan(name="*", **options),))
+
+
+ON_DEVICE = {
+    "spread": SPREAD,
+    "updated on the host": rules(weights=Tier.DEVICE, state=Tier.DISK),
+    "updated on the device": rules(update=UpdateLane.DEVICE),
+    "resident": "resident",
+}
+WHERE = pytest.mark.parametrize("where", ["host", "disk", "tight", *ON_DEVICE])
+
+
 def make_strategy(kind: str, train: Train) -> Any:
     """The strategy of a kind.
 

@@ -20,6 +20,7 @@ from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.moved_weights import assign
 
 BELOW = BlockPlan(name="*", weights=Tier.HOST)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
@@ -178,7 +179,9 @@ def test_weights_that_were_moved_with_data_come_back_to_the_device_memory(net: W
     side, linear = net.on(lanes, RESIDENT), net.root.linear
     block = next(b for b in net.blocks if b.name == "linear")
     address = linear.weight.data_ptr()
-    linear.weight.data = torch.full((5, 7), 0.5)
+    part = next(p for p in block.parts if "linear.weight" in p.names)
+    assign(part, part.names.index("linear.weight"), torch.full((5, 7), 0.5), stays=False, is_saved=True)
+    assert linear.weight.data_ptr() != address
     assert side.weights.changed(block)
     assert linear.weight.data_ptr() == address
     assert linear.weight.eq(0.5).all()

@@ -93,7 +93,7 @@ def test_the_engine_writes_mirrors_with_the_urgency_that_the_simulator_gives_the
     part: Any = SimpleNamespace(
         slots=2,
         mirrors={WEIGHTS: SimpleNamespace(native=None), STATE: SimpleNamespace(native=None)},
-        mirrored_versions=-1, params=[], updated=None, stepped=True,
+        mirrored_versions=-1, params=[], updated=None, stepped=True, moved={}, num_moves=0, is_lent=False,
     )  # fmt: skip
     write_mirrors(store, part)  # type: ignore[arg-type]
     assert taken == [urgency(OpKind.MIRROR, Payload.STATE, 3, lowest_first=True)] * 2

@@ -24,11 +24,11 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.queue import Lanes
-from lightning_hetero.runtime.parameter_data import set_data
-from lightning_hetero.store.live.blocks import Block, Part, warn_if_shared
+from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import writes_of
-from lightning_hetero.store.raw_memory import tensor_at
+from lightning_hetero.store.live.moved_weights import bring_back
+from lightning_hetero.store.raw_memory import set_data, tensor_at
 
 
 @dataclass(slots=True)
@@ -198,6 +198,11 @@ class DeviceWeights:
         pairs = ((part, self._copies.get(part)) for part in block.parts)
         return any(copy is not None and self._changed(part, copy) for part, copy in pairs)
 
+    def is_user_written(self, block: Block) -> bool:
+        """After :meth:`changed`: whether user code has changed the device's weights."""
+        copies = ((part, self._copies.get(part)) for part in block.parts)
+        return any(copy is not None and not copy.outdated and copy.versions != versions(part) for part, copy in copies)
+
     def outdate(self, part: Part) -> None:
         """An update on the CPU has the part: the device's weights are old."""
         copy = self._copies.get(part)
@@ -286,16 +291,8 @@ class DeviceWeights:
             copy.bound = False
 
     def _reclaim(self, part: Part) -> None:
-        copy = self._copies.get(part)
-        if copy is None or not copy.bound:
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for name, param, view in zip(part.names, part.params, copy.views, strict=True):
-                if param.data_ptr() != view.data_ptr() and param.numel():
-                    warn_if_shared(param, name)
-                    view.copy_(param)
-                    param.data = view
-                    copy.newer = True
+        if part.moved:
+            bring_back(part)
 
     def _changed(self, part: Part, copy: _Copy) -> bool:
         return copy.newer or (not copy.outdated and copy.versions != versions(part))

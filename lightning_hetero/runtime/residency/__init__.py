@@ -33,6 +33,7 @@ from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.moved_weights import bring_back
 from lightning_hetero.store.live.tier_store import TierStore
 
 __all__ = ["HostWeights", "Parameters", "Residency"]
@@ -105,6 +106,16 @@ class Residency(ABC):
     @abstractmethod
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
+
+    def reclaim(self, block: Block) -> None:
+        """Copies weights back that user code has moved; see ``store.live.moved_weights``."""
+        for part in block.parts:
+            if part.moved:
+                bring_back(part)
+
+    def stays(self, block: Block) -> bool:
+        """Whether the memory that the block computes with keeps its content until backward."""
+        return False
 
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""

@@ -48,8 +48,15 @@ class DeviceResidency(Residency):
         return self.is_away(block) or (not self._in_batch and self._comes_from_below(block))
 
     def _comes_from_below(self, block: Block) -> bool:
-        trained = self.weights.model.blocks[block.index].num_trainable_params > 0
-        return self.is_away(block) or (trained and block.plan.update is UpdateLane.CPU)
+        return self.is_away(block) or (self._is_trained(block) and block.plan.update is UpdateLane.CPU)
+
+    def _is_trained(self, block: Block) -> bool:
+        return self.weights.model.blocks[block.index].num_trainable_params > 0
+
+    def _is_written_back(self, block: Block) -> bool:
+        """Whether changes on the device must reach the host, and no SWAP_OUT brings them there."""
+        by_swap = self._is_trained(block) and block.plan.update is UpdateLane.DEVICE
+        return self._comes_from_below(block) and not by_swap
 
     def is_on_host(self, block: Block) -> bool:
         """Weights that live on the device and that it updates have no host memory."""
@@ -87,6 +94,7 @@ class DeviceResidency(Residency):
         self._in_batch = self._evaluates = False
         for block in self._blocks:
             if not block.uses and self.is_released(block):
+                self.reclaim(block)
                 self.parameters.hide(block)
 
     def unforeseen(self, block: Block) -> bool:
@@ -135,7 +143,9 @@ class DeviceResidency(Residency):
     def _gather(self, block: Block) -> None:
         """Brings weights that user code has changed on the device to where updates read them."""
         copies = self._side.weights
-        if copies.changed(block) and block.plan.update is UpdateLane.CPU:
+        if not copies.changed(block):
+            return
+        if self._is_written_back(block) or (self.is_away(block) and copies.is_user_written(block)):
             self._lanes.drain()
             self._bring_to_host(block)
             copies.download(block)
@@ -237,7 +247,7 @@ class DeviceResidency(Residency):
         behind = False
         for block in self._blocks:
             changed = whole and self._side.weights.changed(block)  # also copies moved weights back
-            if block.plan.update is UpdateLane.CPU:
+            if self._is_written_back(block):
                 behind |= changed
             elif whole or block.weights_on_disk:
                 last = latest(OpKind.SWAP_OUT, block.index)
@@ -249,7 +259,7 @@ class DeviceResidency(Residency):
     def lends(self, block: Block) -> bool:
         """Whether only the device has the newest weights or state of the block."""
         changed = self._side.weights.changed(block)  # also copies moved weights back
-        if block.plan.update is UpdateLane.CPU:
+        if self._is_written_back(block):
             return changed
         return any(part.mirrored_versions != versions(part) for part in block.parts)
 

@@ -67,6 +67,8 @@ class HostResidency(Residency):
             return
         if block.index in self.casts.blocks:
             self.casts.drop(block)
+        if block.weights_on_disk:
+            self.reclaim(block)
         changed = self.parameters.changed(block)
         if block.weights_on_disk:
             for part in changed:
@@ -74,6 +76,10 @@ class HostResidency(Residency):
             self.parameters.hide(block)
         else:
             self.parameters.guard(block)
+
+    def stays(self, block: Block) -> bool:
+        """Memory stays, unless the weights live on disk."""
+        return not block.weights_on_disk
 
     @contextmanager
     def at_hand(self, block: Block) -> Iterator[None]:

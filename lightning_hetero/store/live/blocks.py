@@ -9,7 +9,6 @@ view made once, so nothing is ever rebound or resized, and everything that holds
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,29 +21,8 @@ from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
-from lightning_hetero.store.raw_memory import PAGE, tensor_at
+from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
-
-log = logging.getLogger(__name__)
-
-_shared: set[str] = set()  # the parameter that a warning has named
-
-
-def warn_if_shared(param: Tensor, name: str) -> None:
-    """Says that a tensor given as ``param.data`` is not trained along, if something else holds it.
-
-    In PyTorch the parameter and the tensor are then one memory, and updates change both. Here the
-    values are copied.
-    """
-    alone = 2  # the parameter, and the storage object that asks
-    if not _shared and torch._C._storage_Use_Count(param.untyped_storage()._cdata) > alone:
-        _shared.add(name)
-        log.warning(
-            "%s.data was set to a tensor that something else still holds. Its values were copied, and updates do not change that "
-            "tensor; in plain PyTorch both are the same memory. If your code relies on that (ModelPruning with "
-            "use_lottery_ticket_hypothesis does, on the CPU), the results differ. To silence this, assign a clone.",
-            name,
-        )
 
 
 def lost(name: str) -> OffloadedAccessError:
@@ -78,6 +56,21 @@ class Mirror:
     native: NativePart
     home: NativePart | None
     ticket: Ticket | None = None
+
+
+@dataclass(slots=True)
+class Moved:
+    """A parameter that is not in its part's memory.
+
+    Attributes:
+        own: A tensor in that memory.
+        version: The parameter's version counter when it left.
+        counts: The move has counted as a write in place.
+    """
+
+    own: Tensor
+    version: int
+    counts: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +108,10 @@ class Part:
         mirrors: Slots on disk for what lives in memory, in a store that keeps every step.
         mirrored_versions: Sum of the version counters when the mirrors were last written; -1:
             anything may have changed.
+        moved: Parameters, by position, that ``param.data = ...`` has moved out of the part's
+            memory ([Note: Moved weights]).
+        num_moves: How often weights have come back from there with other values.
+        is_lent: Code may hold a ``param.data`` whose writes no version counter shows.
         place: The place of its first parameter among those of the module.
     """
 
@@ -142,6 +139,9 @@ class Part:
     updated: Ticket | None = None
     mirrors: dict[str, Mirror] = field(default_factory=dict)
     mirrored_versions: int = -1
+    moved: dict[int, Moved] = field(default_factory=dict)
+    num_moves: int = 0
+    is_lent: bool = False
     place: int = 0
 
     def require_native(self) -> NativePart:
@@ -170,17 +170,6 @@ class Part:
             return torch.empty_like(param, dtype=self.dtype, device="cpu", requires_grad=False)
         start = self.arena.address + self.offsets[index] * self.dtype.itemsize
         return tensor_at(self.arena, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
-
-    def reclaim(self) -> None:
-        """Copies weights back that were moved with ``param.data = ...``."""
-        for index, param in enumerate(self.params):
-            if param.data_ptr() != self.arena.address + self.offsets[index] * self.dtype.itemsize and param.numel():
-                memory = self.memory(index)
-                warn_if_shared(param, self.names[index])
-                with torch.no_grad():
-                    memory.copy_(param)
-                    param.data = memory
-                self.master_versions = -1
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""
@@ -314,7 +303,7 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
                 with torch.no_grad():
                     if copies:
                         memory.copy_(param.data)
-                    param.data = memory
+                    set_data(param, memory)
         parts.append(new)
     position = part.block.parts.index(part)
     part.block.parts[position : position + 1] = parts
@@ -330,7 +319,7 @@ def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dty
                 part.params[i] = block.spec.params[names[i]] = _replace_everywhere(root, param, memory)
             elif not away(param):
                 memory.copy_(param.data)
-                param.data = memory
+                set_data(param, memory)
     return part
 
 

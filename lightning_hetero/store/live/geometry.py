@@ -60,8 +60,13 @@ def opaque_chunk(num_bytes: int, chunk_bytes_max: int) -> int:
 
 
 def versions(part: Part) -> int:
-    """Changes when a parameter of the part is written to in place."""
-    return sum(map(_VERSION, part.params))
+    """Changes when a parameter of the part is written to in place, or moved."""
+    return sum(map(_VERSION, part.params)) + part.num_moves + len(part.moved)
+
+
+def may_differ(part: Part) -> bool:
+    """Whether the part's weights or state in memory may differ from the mirrors on disk."""
+    return part.is_lent or part.mirrored_versions != versions(part)
 
 
 def has_master(part: Part) -> bool:

@@ -31,6 +31,7 @@ from lightning_hetero.store.live.engine_options import EngineOptions, staging_by
 from lightning_hetero.store.live.geometry import WEIGHTS, has_master, versions, weights_on_file
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.mirrors import writes_of
+from lightning_hetero.store.live.moved_weights import weights_now
 from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.unrecorded import Unrecorded
 from lightning_hetero.store.raw_memory import own_memory
@@ -430,7 +431,7 @@ def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tens
 def _as_master(part: Part, index: int) -> Tensor:
     """A copy of 16-bit weights as flat fp32, in memory that goes back to the system with it."""
     flat = own_memory(part.params[index].numel(), torch.float32)
-    part.shaped(index, flat).copy_(part.memory(index))
+    part.shaped(index, flat).copy_(weights_now(part, index))
     return flat
 
 
