@@ -14,8 +14,8 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ from lightning_hetero.units import MIB
 CARD, HOST = "rtx4090", "128GiB"
 LARGE = Setting(layers=60, hidden=6656, vocabulary=32000, rank=16, targets=("q_proj", "v_proj"), batch=1, seq=0)
 SMALL = replace(LARGE, layers=12, hidden=256, vocabulary=256, seq=16)
-TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
-LAYER_S = 0.03  # of a layer's forward, and of its backward
+TOKENS = (2048, 4096, 8192, 16384, 32768)
 STREAMED = 3  # layers that have room beside those that stay
 ROOM = 8 * MIB  # for activations, adapters, their state and what is outside the layers
 
@@ -80,24 +79,28 @@ def card() -> Card:
 
 
 class _Ends(torch.autograd.Function):
-    """Around a layer: backward of its output begins its time, backward of its input waits."""
+    """Around a layer: backward of its output sets its end, backward of its input waits for that."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: list[float], first: bool) -> Tensor:
-        ctx.clock, ctx.first = clock, first
+    def forward(ctx: Any, x: Tensor, end: list[float], layer_s: float, first: bool) -> Tensor:
+        ctx.end, ctx.layer_s, ctx.first = end, layer_s, first
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         if ctx.first:
-            time.sleep(max(0.0, ctx.clock[0] + LAYER_S - time.monotonic()))
+            time.sleep(max(0.0, ctx.end[0] - time.monotonic()))
         else:
-            ctx.clock[0] = time.monotonic()
-        return grad, None, None
+            ctx.end[0] = time.monotonic() + ctx.layer_s
+        return grad, None, None, None
 
 
 class Paced(Adapted):
-    """The small model; its layers last :data:`LAYER_S` in forward and in backward."""
+    """The small model; its layers last ``layer_s`` in forward and in backward."""
+
+    def __init__(self, layer_s: float) -> None:
+        super().__init__(SMALL)
+        self.layer_s = layer_s
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -108,22 +111,23 @@ class Paced(Adapted):
                 self.model = self.setting.adapted(AutoModelForCausalLM.from_config(self.setting.config(), dtype=torch.bfloat16))
             self.model.enable_input_require_grads()
             for layer in self.model.base_model.model.model.layers:
-                layer.forward = MethodType(_lasting_forward, layer)
+                layer.forward = partial(_lasting_forward, layer, self.layer_s)
 
 
-def _lasting_forward(layer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    clock = [0.0]
-    with lasting(LAYER_S):
-        x: Tensor = _Ends.apply(hidden_states, clock, True)  # type: ignore[no-untyped-call]
-        result: Tensor = _Ends.apply(type(layer).forward(layer, x, *args, **kwargs), clock, False)  # type: ignore[no-untyped-call]
+def _lasting_forward(layer: Any, layer_s: float, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    end = [0.0]
+    with lasting(layer_s):
+        x: Tensor = _Ends.apply(hidden_states, end, layer_s, True)  # type: ignore[no-untyped-call]
+        y = type(layer).forward(layer, x, *args, **kwargs)
+        result: Tensor = _Ends.apply(y, end, layer_s, False)  # type: ignore[no-untyped-call]
     return result
 
 
-def train(baton: Baton, directory: Path, plan: str, device: EmulatedDevice) -> dict[str, Any]:
+def train(baton: Baton, directory: Path, device: EmulatedDevice, layer_s: float) -> dict[str, Any]:
     """Trains on the device."""
-    strategy = HeteroOffloadStrategy(plan=plan, device=device)
+    strategy = HeteroOffloadStrategy(device=device)
     trainer = make_trainer(strategy=strategy, callbacks=[TakesTurns(baton)], default_root_dir=directory)
-    module = Paced(SMALL)
+    module = Paced(layer_s)
     trainer.fit(module, module.loader())
     shown = strategy.plan
     return {
@@ -140,14 +144,14 @@ def measure(args: argparse.Namespace, directory: Path) -> None:
     found = card()
     layer = next(iter(SMALL.base().model.layers))
     layer_bytes = sum(param.numel() * 2 for param in layer.parameters())
-    link = layer_bytes / (found.upload_share * LAYER_S)
+    link = layer_bytes / (found.upload_share * args.layer_s)
     room = round(found.resident_share * SMALL.layers) + STREAMED
     small = EmulatedDevice(memory=room * layer_bytes + ROOM, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
     large = replace(small, memory=4 * (SMALL.layers * layer_bytes + ROOM))
     seconds: dict[str, list[float]] = {"streams": [], "resident": []}
     with (
-        Contestant(train, directory, "auto", small) as streams,
-        Contestant(train, directory, "auto", large) as resident,
+        Contestant(train, directory, small, args.layer_s) as streams,
+        Contestant(train, directory, large, args.layer_s) as resident,
     ):
         both = {"streams": streams, "resident": resident}
         for number in range(args.rounds + 1):

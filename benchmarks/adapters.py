@@ -302,6 +302,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 15 GB free")
     parser.add_argument("--device", choices=("cpu", "emulated"), default="cpu", help="emulated: a card with sizes of its own")
+    parser.add_argument("--layer-s", type=float, default=0.1, help="seconds of a layer's forward on the emulated device")
     parser.add_argument("--layers", type=int, default=32, help="of the model; 32 of width 4096 are 7 billion parameters")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the model")
     parser.add_argument("--vocabulary", type=int, default=32000)

@@ -150,6 +150,19 @@ def test_adapters_reads_what_does_not_fit_and_writes_what_trains(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_adapters_on_a_card_stream_what_does_not_stay_there(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    turns = ["--rounds", "1", "--steps", "1", "--warm-up", "5", "--layer-s", "0.002"]
+    result, output = run("adapters.py", "--device", "emulated", *turns, "--dir", tmp_path, cwd=tmp_path)
+    assert "8192 tokens: forward bound by compute, backward by compute" in output
+    assert 0 < result["resident_share"] < 1
+    assert 0 < result["upload_share"] < 1
+    assert result["device_peak_bytes"] <= result["device_memory_bytes"] < result["layers_bytes"]
+    assert result["same_losses"] is True
+    assert result["speed_vs_resident"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_chunked_head_prints_its_ratios(tmp_path: Path) -> None:
     result, output = run("chunked_head.py", "--vocabulary", "512", "--tokens", "32", "--hidden", "8", "--rounds", "1", cwd=tmp_path)
     for key in ("peak_ratio_frozen", "peak_ratio_trained", "time_ratio_frozen", "time_ratio_trained"):
