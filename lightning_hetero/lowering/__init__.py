@@ -6,8 +6,10 @@ from lightning_hetero.lowering.lower import lower
 from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots, weight_slots
 from lightning_hetero.lowering.placed_blocks import fitted, lent_bytes, mirrored_bytes
 from lightning_hetero.lowering.steady import steady, step_signatures
+from lightning_hetero.lowering.weight_cache import WINDOW, staying
 
 __all__ = [
+    "WINDOW",
     "CacheSizes",
     "DeviceRoom",
     "Needs",
@@ -22,6 +24,7 @@ __all__ = [
     "needs_of",
     "needs_of_shape",
     "num_slots",
+    "staying",
     "steady",
     "step_signatures",
     "weight_slots",

@@ -23,7 +23,7 @@ from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, keeps_less, placements, updates_in_backward
 from lightning_hetero.lowering.update_moves import UpdateMoves
-from lightning_hetero.lowering.weight_cache import Cache, Uses
+from lightning_hetero.lowering.weight_cache import WINDOW, Cache, Uses, staying
 from lightning_hetero.lowering.weight_moves import WeightMoves
 from lightning_hetero.units import format_bytes
 
@@ -117,21 +117,32 @@ class _Lowering:
     ) -> None:
         self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
         self._anchors = expected_anchors(signature)
-        uses = Uses([None if a.phase is Phase.VERDICT else a.block for a in self._anchors], signature.order)
+        forward_only = not signature.training  # and the next step is expected to be the same
+        anchors = [None if a.phase is Phase.VERDICT else a.block for a in self._anchors]
+        if forward_only and device is None:  # FETCHes for the next step may come in this one
+            anchors *= 2
+        uses = Uses(anchors, signature.order)
         if signature.updates is not Updates.NONE and not updates_in_backward(plan, signature.updates):
             for block in dict.fromkeys(signature.order):
                 if placed[block].weights_return:
                     uses.add(len(self._anchors) - 1, block)
         self._issue = Issue(placed, device=device is not None)
-        sizes = [p.shape.weight_bytes for p in placed]
-        self._host = Cache(sizes, capacity_bytes=capacity_bytes, held=resident, uses=uses)
+        higher = frozenset[int]()  # blocks that stay on the device
         self._device: Cache | None = None
         self._activations: ActivationMoves | None = None
         if device is not None:
             sizes = [p.shape.weight_bytes if p.below_device else 0 for p in placed]
-            self._device = Cache(sizes, capacity_bytes=device.capacity_bytes, held=device.resident, uses=uses)
+            higher = staying(signature.order, sizes, device.capacity_bytes) if forward_only else higher
+            self._device = Cache(sizes, capacity_bytes=device.capacity_bytes, held=device.resident, uses=uses, stays=higher)
             self._activations = ActivationMoves(placed, self._issue, signature.order, depth=plan.prefetch_depth)
-        self._weights = WeightMoves(placed, self._issue, uses, host=self._host, device=self._device, depth=plan.prefetch_depth)
+        sizes = [p.shape.weight_bytes for p in placed]
+        below = [p.shape.weight_bytes if p.on_disk and b not in higher else 0 for b, p in enumerate(placed)]
+        stays = staying(signature.order, below, capacity_bytes) if forward_only else frozenset[int]()
+        self._host = Cache(sizes, capacity_bytes=capacity_bytes, held=resident, uses=uses, stays=stays)
+        self._weights = WeightMoves(
+            placed, self._issue, uses, host=self._host, device=self._device,
+            depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only,
+        )  # fmt: skip
         self._updates = UpdateMoves(plan, signature, placed, self._issue, uses, self._weights, self._activations)
 
     def run(self) -> Schedule:

@@ -7,6 +7,13 @@ memory, those on the host or on disk share device memory. A step uses blocks in 
 whose next use lies farthest ahead go. At the turn from forward to backward, and from backward to
 the next forward, this keeps the blocks that are used again at once.
 
+A step without backward uses each block once, and so does the next one. Whatever is evicted then is
+read once per step, so the bytes of a step are the weights less those that stay. These *stay*, the
+same in every step (``staying``): as many blocks as fit beside a window of two, the block that
+computes and the next one that comes. They are spread evenly over the order, so that the disk or
+the link always reads while blocks that stay compute. Prefetching looks for blocks that are not
+there, into the next step too, and only other blocks are evicted for it.
+
 Next uses are in a heap. Where one may have become farther (an anchor has passed, a copy higher up
 serves it) there is a new entry, and each entry is looked up again when it comes first.
 """
@@ -19,6 +26,34 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 _FAR = sys.maxsize  # in the place of a next use that is yet to be looked up
+WINDOW = 2
+"""Blocks that come and go in a step without backward: one computes, and the next one comes."""
+
+
+def staying(order: Sequence[int], sizes: Sequence[int], capacity_bytes: int) -> frozenset[int]:
+    """The blocks that stay on a tier from one step without backward to the next.
+
+    Args:
+        order: The order in which a step uses blocks.
+        sizes: Bytes of each block's weights; 0 for blocks that do not come and go.
+        capacity_bytes: Bytes of the tier for weights that come and go.
+    """
+    blocks = [block for block in dict.fromkeys(order) if sizes[block]]
+    total = sum(sizes[block] for block in blocks)
+    if total <= capacity_bytes:
+        return frozenset(blocks)
+    room = capacity_bytes - sum(sorted(sizes[block] for block in blocks)[-WINDOW:])
+    kept, kept_bytes, passed_bytes = set[int](), 0, 0
+    for block in blocks:
+        passed_bytes += sizes[block]
+        if kept_bytes * total < room * passed_bytes and kept_bytes + sizes[block] <= room:
+            kept.add(block)
+            kept_bytes += sizes[block]
+    for block in blocks:  # blocks of different sizes leave gaps
+        if block not in kept and kept_bytes + sizes[block] <= room:
+            kept.add(block)
+            kept_bytes += sizes[block]
+    return frozenset(kept)
 
 
 class Uses:
@@ -70,6 +105,7 @@ class Cache:
         capacity_bytes: What the weights that it holds may take together.
         held: Blocks that it holds as the step begins.
         uses: When weights are used.
+        stays: Blocks that make way only for one that is used at once; see [Note: Residency].
 
     Attributes:
         arriving: Block → the op of this step that brings its weights.
@@ -77,8 +113,16 @@ class Cache:
             it may take over the memory of all.
     """
 
-    def __init__(self, sizes: Sequence[int], *, capacity_bytes: int, held: Collection[int], uses: Uses) -> None:
-        self.held = set(held)
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        capacity_bytes: int,
+        held: Collection[int],
+        uses: Uses,
+        stays: Collection[int] = (),
+    ) -> None:
+        self.held, self.stays = set(held), stays
         self.arriving: dict[int, int] = {}
         self.last_release: int | None = None
         self._sizes, self._capacity_bytes, self._uses = sizes, capacity_bytes, uses
@@ -108,7 +152,7 @@ class Cache:
             victim = -entry[1]
             if victim not in self.held or victim in found:
                 continue
-            use = self._uses.following(index, victim, skip=victim in served)
+            use = -1 if victim in self.stays else self._uses.following(index, victim, skip=victim in served)
             if entry != (-use, -victim):
                 heappush(self._farthest, (-use, -victim))
                 continue

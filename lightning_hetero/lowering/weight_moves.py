@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Sequence
-from itertools import islice
 
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload
 from lightning_hetero.lowering.chains import Issue
@@ -24,12 +23,22 @@ class WeightMoves:
         device: Device memory for weights that live below the device, and which of the weights that
             live on the device are valid there; ``None`` where the device is the host.
         depth: Blocks whose weights are brought ahead of their use, on each tier.
+        absent: ``depth`` counts only blocks that the tier does not hold, as a step without backward
+            brings them; see [Note: Residency].
     """
 
     def __init__(
-        self, placed: Sequence[PlacedBlock], issue: Issue, uses: Uses, *, host: Cache, device: Cache | None, depth: int
+        self,
+        placed: Sequence[PlacedBlock],
+        issue: Issue,
+        uses: Uses,
+        *,
+        host: Cache,
+        device: Cache | None,
+        depth: int,
+        absent: bool = False,
     ) -> None:
-        self.host, self.device = host, device
+        self.host, self.device, self._absent = host, device, absent
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
         self._higher = 0  # up to this place in there, weights of uses to come are on the device
@@ -59,10 +68,12 @@ class WeightMoves:
         Weights that live on the device take no memory there: outdated ones are renewed on the way,
         all of them if none that take memory come between.
         """
-        for count, (at, block) in enumerate(self._uses.after(index, self._below_device), 1):
+        left = self._depth
+        for at, block in self._uses.after(index, self._below_device):
             self._renew_before(device, at)
             keep.add(block)
-            if not self._up(device, index, block, keep=keep) or count == self._depth:
+            left -= not (self._absent and block in device.held)
+            if not self._up(device, index, block, keep=keep.union(device.stays), spare=self.host.stays) or not left:
                 return
         self._renew_before(device, len(self._uses.anchors))
 
@@ -77,19 +88,25 @@ class WeightMoves:
         higher, uses = () if self.device is None else self.device.held, self._on_disk
         while self._higher < len(uses) and (uses[self._higher] <= index or self._uses.anchors[uses[self._higher]] in higher):
             self._higher += 1
-        ahead = (block for _, block in self._uses.after(index, uses, place=self._higher) if block not in higher)
-        for block in islice(ahead, self._depth):
+        left = self._depth
+        for _, block in self._uses.after(index, uses, place=self._higher):
+            if block in higher:
+                continue
             keep.add(block)
-            if not self._fetch(index, block, keep=keep):
+            left -= not (self._absent and block in self.host.held)
+            if not self._fetch(index, block, keep=keep.union(self.host.stays)) or not left:
                 return
 
-    def _up(self, device: Cache, index: int, block: int, *, keep: Collection[int]) -> bool:
-        """Brings weights to the device. Returns false, and issues nothing, if there is no room."""
+    def _up(self, device: Cache, index: int, block: int, *, keep: Collection[int], spare: Collection[int] = ()) -> bool:
+        """Brings weights to the device. Returns false, and issues nothing, if there is no room.
+
+        ``keep`` stay on the device, ``spare`` on the host.
+        """
         placed = self._placed[block]
         if block in device.held or not (placed.below_device or placed.renewed):
             return True
         victims = device.victims(index, block, keep=keep)
-        if victims is None or (placed.on_disk and not self._fetch(index, block, keep=(block,))):
+        if victims is None or (placed.on_disk and not self._fetch(index, block, keep=(block, *spare))):
             return False
         for victim in victims:
             self.release(device, victim)

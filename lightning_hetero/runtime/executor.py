@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, Updates
+from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
@@ -63,6 +63,7 @@ class Executor:
         self._handed_over = True  # since the last batch was armed
         self._seen: list[int] = []
         self._training = False
+        self._between = True  # no batch is under way
         self._held: set[int] = set()  # blocks that stay open for the rest of the batch
         self._in_backward_of: Block | None = None
         self._at: Block | None = None  # whose anchor was the last one, in this phase
@@ -121,19 +122,13 @@ class Executor:
 
     def begin_step(self, *, training: bool) -> None:
         """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
-        last = self._step.schedule if self._step is not None and self._step.is_whole else None
-        self.residency.begin_batch(training=training, whole=last is not None)
-        self._before |= self.handlers.ends
-        self.handlers.begin_batch()
+        last, self._between = self._end_step(training=training), False
         self._schedules.learn(self._seen, training=self._training)
         self._close_all(opened=last is None)
         self._training, self._seen, self._at = training, [], None
         waits = bool(self.context.placement.rules.deferred)
         self.speculation.begin(training=training and self.armed and waits and not self.batch.probing)
-        schedule = self._schedule_for(training, last)
-        self._step = None
-        if schedule is not None:
-            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
+        self._follow(self._expected(training), last)
         self.updater.begin_step()
         if training:
             self._room.forward_begins()
@@ -143,13 +138,32 @@ class Executor:
         if self.handlers.activations is not None:
             self.handlers.activations.begin_batch()
 
-    def _schedule_for(self, training: bool, last: Schedule | None) -> Schedule | None:
+    def _end_step(self, *, training: bool) -> Schedule | None:
+        """The next step begins. Returns the schedule of the last one if that is whole."""
+        last = self._step.schedule if self._step is not None and self._step.is_whole else None
+        self.residency.begin_batch(training=training, whole=last is not None)
+        self._before |= self.handlers.ends
+        self.handlers.begin_batch()
+        return last
+
+    def _follow(self, signature: StepSignature | None, last: Schedule | None) -> None:
+        """Begins the schedule of a step; ``last`` is what :meth:`_end_step` returned."""
+        self._step = None
+        if signature is not None:
+            schedule = self._schedules.lowered(signature, *self.residency.held(last))
+            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
+
+    def end_batch(self) -> None:
+        """A batch ends."""
+        self._between = True
+        self.residency.end_batch()
+
+    def _expected(self, training: bool) -> StepSignature | None:
         updates = Updates.NONE
         if training and self.batch.armed is not None:
             updates = Updates.AFTER_VERDICT if self.handlers.all_wait else Updates.IN_BACKWARD
             updates = Updates.SPECULATIVE if self.speculation.trying else updates
-        signature = self._schedules.signature(updates, training=training)
-        return None if signature is None else self._schedules.lowered(signature, *self.residency.held(last))
+        return self._schedules.signature(updates, training=training)
 
     def _close_all(self, *, opened: bool) -> None:
         """Closes what the last batch left open; ``opened``: also updates without gradients."""
@@ -167,6 +181,8 @@ class Executor:
 
     def forward_begins(self, block: Block, inputs: Inputs = ((), {})) -> None:
         """An anchor: submits its ops and waits for the block's weights."""
+        if self._between and self.device is None and not torch.is_grad_enabled():
+            self.begin_step(training=False)  # a callback, or code after the fit, evaluates the model
         if block.trained is not None:
             self._trained_begins(block.trained)
         if self.batch.in_backward:
@@ -383,6 +399,8 @@ class Executor:
             if block is self._at:
                 return
         index = None if self._step is None else self._step.find(phase, block.index)
+        if index is None and phase is Phase.FORWARD and not self._training:
+            index = self._begin_pass(block)
         self._at = block
         if index is None or self._step is None:
             self._stray(block)
@@ -391,6 +409,18 @@ class Executor:
         if self.handlers.activations is not None:
             self.handlers.activations.swapper.sweep(needs)
         self.residency.ensure(block)
+
+    def _begin_pass(self, block: Block) -> int | None:
+        """If a batch without training uses a block again, begins the schedule of another pass.
+
+        Returns the block's anchor in it; ``None`` if the batch goes on with the schedule it has.
+        """
+        self._schedules.shorten(self._seen)
+        signature = self._schedules.next_pass(self._seen, self.schedule)
+        if signature is None or (self.device is not None and torch.is_grad_enabled()):
+            return None
+        self._follow(signature, self._end_step(training=False))
+        return None if self._step is None else self._step.find(Phase.FORWARD, block.index)
 
     def _stray(self, block: Block) -> None:
         """See [Note: Strays]."""

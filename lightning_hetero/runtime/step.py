@@ -29,8 +29,7 @@ from lightning_hetero.runtime.recorder import Recorder
 
 _END = (OpKind.MIRROR, OpKind.COMMIT)
 _KEPT = 64
-# Steps that use blocks more often on average, as generation token by token, get no schedule.
-_LONG_ORDER = 4
+_LONG_ORDER = 4  # training steps that use blocks more often on average get no schedule
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -132,14 +131,40 @@ class Schedules:
         self._lowered: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None], Schedule] = {}
 
     def learn(self, order: Sequence[int], *, training: bool) -> None:
-        """Expects the next batch of this kind to use the blocks in this order."""
+        """Expects the next batch of this kind to use the blocks in this order.
+
+        Of a batch that goes over the model many times without training, as generation token by
+        token, expects the first pass.
+        """
         if order:
-            self._orders[training] = tuple(order)
+            self._orders[training] = tuple(order if training or not self._is_long(order) else _first_pass(order))
+
+    def next_pass(self, seen: Sequence[int], passing: Schedule | None) -> StepSignature | None:
+        """The next pass of a batch without training, which begins with the last block of ``seen``.
+
+        It is expected to be like the one that ends, or like the one that was expected
+        (``passing``) if it ended early. ``None``: the block has not been used before, or it is used
+        twice in a row.
+        """
+        order = _last_pass(seen)
+        if order is None:
+            return None
+        expected = () if passing is None else passing.signature.order
+        return StepSignature(order=expected if expected[: len(order)] == order else order, training=False)
+
+    def shorten(self, seen: list[int]) -> None:
+        """Forgets what a batch without training used between its first and its last passes."""
+        most = _LONG_ORDER * len(self._model.blocks) + 1
+        if len(seen) > 3 * most:
+            del seen[most:-most]
+
+    def _is_long(self, order: Sequence[int]) -> bool:
+        return len(order) > _LONG_ORDER * max(1, len(self._model.blocks))
 
     def signature(self, updates: Updates, *, training: bool) -> StepSignature | None:
         """The expected step; ``None`` if it is too long for a schedule."""
         order = self._orders[training]
-        if len(order) > _LONG_ORDER * max(1, len(self._model.blocks)):
+        if self._is_long(order):
             return None
         return StepSignature(order=order, training=training, updates=updates)
 
@@ -153,3 +178,21 @@ class Schedules:
                 self._plan, self._model, signature, resident=resident, capacity_bytes=self._capacity_bytes, device=device
             )
         return self._lowered[key]
+
+
+def _first_pass(seen: Sequence[int]) -> Sequence[int]:
+    """The uses up to the first block that is used again, but not twice in a row."""
+    before = set[int]()
+    for index, block in enumerate(seen):
+        if block in before and block != seen[index - 1]:
+            return seen[:index]
+        before.add(block)
+    return seen
+
+
+def _last_pass(seen: Sequence[int]) -> tuple[int, ...] | None:
+    """The uses since the last block was used before; ``None`` if that is at most one use ago."""
+    for index in range(len(seen) - 2, -1, -1):
+        if seen[index] == seen[-1]:
+            return tuple(seen[index:-1]) if index < len(seen) - 2 else None
+    return None

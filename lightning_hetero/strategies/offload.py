@@ -302,7 +302,7 @@ class OffloadRun:
             try:
                 return plain()
             finally:
-                executor.residency.end_batch()
+                executor.end_batch()
 
         return run() if self._retry is None else self._retry.evaluate(run)
 

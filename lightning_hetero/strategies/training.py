@@ -167,7 +167,7 @@ class Training:
                 output = plain()
         finally:
             if self._is_manual:
-                self._executor.residency.end_batch()
+                self._executor.end_batch()
         if self._is_manual:
             self._session.steps.await_record()
         return output
@@ -231,7 +231,7 @@ class Training:
         finally:
             executor.arm(None)
             if not self._is_manual:
-                executor.residency.end_batch()
+                executor.end_batch()
             if self._retry is not None:
                 self._retry.step_ended()
         if not self._is_manual:

@@ -149,7 +149,8 @@ def test_weights_are_fetched_at_most_once_per_use(case: Case) -> None:
     schedule = case.lower()
     for block in set(case.signature.order):
         fetches = [op for op in schedule.ops if op.kind is OpKind.FETCH and op.block == block and op.payload is Payload.WEIGHTS]
-        assert len(fetches) <= sum(a.block == block for a in schedule.anchors)
+        following = not case.signature.training  # without backward the last FETCH may be for the next step
+        assert len(fetches) <= sum(a.block == block for a in schedule.anchors) + following
 
 
 def turned(items: Sequence[T]) -> st.SearchStrategy[list[T]]:
