@@ -56,11 +56,16 @@ class _Runtime(Protocol):
 
 def observe(blocks: list[Block], runtime: _Runtime) -> list[RemovableHandle]:
     """Registers the hooks; returns their handles."""
+    trained = [(block, param) for block in blocks for param in block.params() if param.requires_grad]
+    return [*observe_forwards(blocks, runtime), *(observe_gradient(block, param) for block, param in trained)]
+
+
+def observe_forwards(blocks: list[Block], runtime: _Runtime) -> list[RemovableHandle]:
+    """Registers the hooks on modules alone."""
     handles: list[RemovableHandle] = []
     for block in blocks:
         if block.rest is None:  # a trained part has the anchors of the rest
             handles += _observe_module(block, runtime)
-        handles += [observe_gradient(block, param) for param in block.params() if param.requires_grad]
     return handles
 
 

@@ -26,7 +26,7 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.combined import members, obstacle
-from lightning_hetero.runtime.anchors import observe, observe_gradient
+from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
@@ -39,6 +39,7 @@ from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_p
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.parameter_data import Watched, forget, watch
+from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
@@ -138,6 +139,10 @@ class Session(Budgets):
         if self._fits:
             self._last_steps = self.steps
         placer, parked, plans = self._placer(), self.executor, self.options.plans
+        if parked is not None:
+            self._forget_anchors()
+            parked.finish()
+            parked.stop()
         if parked is None or self._fits:
             set_slots(self.blocks, placer.owners)
             self._setup.find_in_place()
@@ -489,14 +494,17 @@ class Session(Budgets):
             self.abandon()
             return False
         self.executor.finish()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._forget_anchors()
         for block in self.blocks:
             self.executor.residency.leave(block)
-        self.executor.stop()
-        if self._started and not self._fits_memory():
+        parks = self._started and not self._fits_memory()
+        if not parks or self.executor.device is not None:
+            self.executor.stop()
+        if parks:
             self.store.commit()
+            if self.executor.device is None:
+                self._handles = observe_forwards(self.blocks, ParkedAnchors(self.executor))
+                self.executor.end_batch()
             log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
             return True
         self.executor.residency.bring(*(b for b in self.blocks if self._started or self._setup.had_memory(b)), force=True)
@@ -526,13 +534,16 @@ class Session(Budgets):
     def abandon(self) -> None:
         """Closes everything without reading anything back, also after an error of the engine."""
         self._check_process()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._forget_anchors()
         for binding in self.bindings:
             binding.unbind(read=False)
         with suppress(HeteroError):  # the engine's error has been raised before
             self._close()
+
+    def _forget_anchors(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _watch(self, executor: Executor) -> None:
         """Sees what is done with ``data``; writes count where memory is not the only copy."""

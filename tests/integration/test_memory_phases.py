@@ -20,6 +20,7 @@ import pytest
 import torch
 from gpt2 import GPT2, Size, fit, make_trainer
 from support.scripts import output_of, result_of
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.store.capacity import peak_resident_bytes, resident_bytes
@@ -104,6 +105,36 @@ def main(kind: str, run: str, precision: str, built_on: str, folder: str) -> Non
     if offloads and not begins:  # the model does not fit, so it is parked: read through handles
         trainer.save_checkpoint(phases.checkpoint)
         phases.end("save of a parked model")
+        evaluate(module)
+        phases.end("passes of a parked model")
+    print(json.dumps(phases.peaks))
+
+
+def evaluate(module: GPT2) -> None:
+    """Some passes over the model without backward."""
+    assert module.model is not None
+    with torch.no_grad():
+        for _ in range(3):
+            module.model(torch.arange(TOKENS)[None])
+
+
+class Predicts(GPT2):
+    """Passes over the model in ``predict_step``."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        evaluate(self)
+
+
+def predict(kind: str, folder: str) -> None:
+    """Predicts without a fit; prints the peak as one line of JSON."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    make_trainer()
+    phases = Phases(Path(folder) / "none")
+    offloads = kind == "offloaded"
+    strategy: Any = HeteroOffloadStrategy(plan="disk", host_memory=USUAL_BUDGET) if offloads else "auto"
+    module = Predicts(SIZE if offloads else replace(SIZE, layers=1, width=64), meta=offloads)
+    make_trainer(strategy=strategy, default_root_dir=folder).predict(module, DataLoader(TensorDataset(torch.zeros(2, 1))))
+    phases.end("predict")
     print(json.dumps(phases.peaks))
 
 
@@ -160,9 +191,23 @@ def test_every_phase_keeps_to_the_budget(precision: str, built_on: str, torch_it
         "step 4",
         "end of the second",
         "save of a parked model",
+        "passes of a parked model",
     } <= peaks.keys()
     assert not list(tmp_path.glob("lightning-hetero-*"))
 
 
+def test_predictions_alone_keep_to_the_budget(tmp_path: Path) -> None:
+    def peak(kind: str) -> int:
+        output = output_of(
+            Path(__file__), "predict", kind, tmp_path, cwd=tmp_path, env={**os.environ, "LIGHTNING_HETERO_POISON": ""}
+        )
+        found: int = result_of(output)["predict"]
+        return found
+
+    block = 4 * NUM_PARAMS_OF_BLOCK
+    assert SIZE.layers * block > 1.3 * USUAL_BUDGET, "it would fit as a whole"
+    assert peak("offloaded") <= USUAL_BUDGET + block + peak("reference")
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    predict(*sys.argv[2:]) if sys.argv[1] == "predict" else main(*sys.argv[1:])
