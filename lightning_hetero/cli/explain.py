@@ -25,6 +25,8 @@ from lightning_hetero.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lightning_hetero.planners.forward_only import ForwardOnly
+
 _FULL = 0.95  # of a tier's capacity
 
 
@@ -38,6 +40,7 @@ class Explanation:
         part: The model at the batch of one forward.
         hardware: The machine.
         simulation: The plan's step.
+        forward_only: Its passes without backward.
         influences: The gain from each resource being faster.
         alternatives: The effect of another placement of one block.
         others: The other planners' plans, fastest first.
@@ -50,6 +53,7 @@ class Explanation:
     part: ModelProfile
     hardware: HardwareProfile
     simulation: Simulation
+    forward_only: ForwardOnly
     influences: Sequence[reasons.Influence]
     alternatives: Sequence[reasons.Alternative]
     others: Sequence[Outcome]
@@ -90,6 +94,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
         PlanError: The plan does not fit the machine.
     """
     from lightning_hetero.planners.evaluation import evaluated, simulation
+    from lightning_hetero.planners.forward_only import forward_only
 
     model, hardware = request.profiles()
     part = planning.micro_batch(model, plan)
@@ -99,6 +104,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
     with working("simulating"):
         plan = evaluated(plan, part, hardware)
         simulated = simulation(plan, part, hardware, keep_trace=True)
+        without_backward = forward_only(plan, part, hardware)
         influences = reasons.influences(plan, part, hardware)
         alternatives = reasons.alternatives(plan, part, hardware)
     with working("planning with the other planners"):
@@ -117,6 +123,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
         part=part,
         hardware=hardware,
         simulation=simulated,
+        forward_only=without_backward,
         influences=influences,
         alternatives=alternatives,
         others=sorted(others, key=lambda o: o.iteration_s),
@@ -146,6 +153,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "objective_s": e.plan.objective_s,
         "decisions": e.plan.decisions,
         "predicted": e.predicted,
+        "forward_only": e.forward_only,
         "placement": [_placement(group, e.plan, e.part) for group in reasons.groups(e.plan)],
         "where": where(e.plan, e.part, shared_memory=e.hardware.shared_memory),
         "tiers": e.use,
@@ -165,7 +173,8 @@ def to_json(e: Explanation) -> dict[str, Any]:
 def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
-    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **paper_optimum(e.plan)}))
+    passes = {"no backward": _passes(e)}
+    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **passes, **paper_optimum(e.plan)}))
     screen.print(_placements(e))
     screen.print(_where(e))
     screen.print(_alternatives(e.alternatives, p.iteration_s))
@@ -182,6 +191,13 @@ def _print(e: Explanation, about: Mapping[str, str]) -> None:
             screen.print(f"No plan by {outcome.planner}: {_shortly(outcome.error)}", markup=False)
     screen.print()
     screen.print(_what_ifs(e.what_ifs, e.plan, e.model, e.planner))
+
+
+def _passes(e: Explanation) -> str:
+    found = e.forward_only
+    coming = {"from disk": found.read_bytes, "to the device": found.uploaded_bytes}
+    moves = ", ".join(f"{format_bytes(size)} {way}" for way, size in coming.items() if size) or "nothing"
+    return f"batch {seconds(found.batch_s)}; each pass brings {moves}, so a generated token takes at least {seconds(found.token_s)}"
 
 
 def where(plan: Plan, model: ModelProfile, *, shared_memory: bool) -> dict[str, dict[str, int]]:

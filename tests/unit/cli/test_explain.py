@@ -32,6 +32,8 @@ def test_explain_shows_placement_reasons_and_alternatives(plan_file: Path) -> No
     influences = got["binding"]["influences"]
     assert influences == sorted(influences, key=lambda i: -i["saved_share"])
     assert {row["planner"] for row in got["runner_ups"]} == set(PLANNERS) - {"holistic"}
+    passes = got["forward_only"]
+    assert 0 <= passes["token_s"] <= passes["batch_s"] < got["predicted"]["iteration_s"]
     times = [row["predicted"]["iteration_s"] for row in got["runner_ups"] if "predicted" in row]
     assert times == sorted(times)
     assert times[0] >= got["predicted"]["iteration_s"] * (1 - 1e-9)
@@ -43,7 +45,16 @@ def test_explain_shows_placement_reasons_and_alternatives(plan_file: Path) -> No
     assert changes["2x batch"]["predicted"]["iteration_s"] > iteration_s * 1.1
     assert changes["2x batch"]["tokens"] == 2 * MODEL.tokens
     text = invoke("explain", plan_file).stdout
-    for words in ("What is where", "Why not otherwise", "Lanes", "Binding: ", "other planners", "What if (planned by holistic)"):
+    for words in (
+        "no backward",
+        "a generated token takes at least",
+        "What is where",
+        "Why not otherwise",
+        "Lanes",
+        "Binding: ",
+        "other planners",
+        "What if (planned by holistic)",
+    ):
         assert words in text
 
 
