@@ -41,6 +41,17 @@ def test_update_prints_its_ratios(tmp_path: Path) -> None:
     assert "vs_deepspeed" in result
 
 
+def test_generation_reads_what_its_plan_says(tmp_path: Path) -> None:
+    small = ("--layers", "24", "--hidden", "256", "--tokens", "3")
+    result, _ = run("generation.py", *small, "--dir", tmp_path, cwd=tmp_path)
+    assert result["same_tokens"] is True
+    for key in ("vs_limit", "vs_compute", "speedup_vs_accelerate", "bandwidth_bytes_per_s"):
+        assert result[key] > 0, key
+    assert 1 <= result["bytes_vs_plan"] < 1.1, "whole pages are read, and each file of the weights begins within one"
+    assert result["contestants"]["accelerate"]["on_disk"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
     result, _ = run("out_of_core.py", "--dir", tmp_path, "--blocks", "1", "--repetitions", "1", cwd=tmp_path)
     for key in ("share_of_io_limit", "share_of_io_limit_pool", "share_of_duplex_limit", "vs_naive"):
