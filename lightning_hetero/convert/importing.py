@@ -4,8 +4,9 @@
 PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or
 ``original_module``, ``modules_to_save`` has a trained copy of it for each adapter, and the whole
 model is ``base_model.model``. The files have none of these names, so ``X.base_layer.weight`` is the
-file's ``X.weight``. All other parameters of a layer with a ``base_layer`` belong to the adapter:
-files of the pretrained model do not have them, and they are initialized as PEFT does it.
+file's ``X.weight``. All other parameters of a layer with a ``base_layer``, and those of a
+``prompt_encoder``, belong to the adapter: files of the pretrained model do not have them, and they
+are initialized as PEFT does it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ModelWeights:
     def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True) -> None:
         self._stored: dict[str, StoredTensor] = {}
         targets = _targets(root)
-        self._adapters = _adapters(root)
+        self._adapters = adapter_names(root)
         given = weights if isinstance(weights, Mapping) else {None: weights}
         for prefix, path in given.items():
             files = WeightFiles.open(path)
@@ -136,13 +137,17 @@ def _targets(root: nn.Module) -> dict[str, Tensor]:
     return out
 
 
-def _adapters(root: nn.Module) -> set[str]:
+def adapter_names(root: nn.Module) -> set[str]:
     """The names of parameters of adapters; see [Note: Adapters]."""
     found = set()
     for prefix, module in root.named_modules():
         if isinstance(module._modules.get("base_layer"), nn.Module):
-            names = (name for name, _ in module.named_parameters() if not name.startswith("base_layer."))
-            found |= {f"{prefix}.{name}" if prefix else name for name in names}
+            names = [name for name, _ in module.named_parameters() if not name.startswith("base_layer.")]
+        elif "prompt_encoder" in module._modules and hasattr(module, "peft_config"):
+            names = [name for name, _ in module.named_parameters() if name.startswith("prompt_encoder.")]
+        else:
+            continue
+        found |= {f"{prefix}.{name}" if prefix else name for name in names}
     return found
 
 

@@ -22,6 +22,11 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
     refused: dict[int, str] = {}
     setters: Setters = {}
 
+    def note(part: nn.Module, why: str, found: list[Callable[[], object]]) -> None:
+        setters.setdefault(id(part), []).extend(found)
+        if why:
+            refused[id(part)] = why
+
     def visit(module: nn.Module, configs: Mapping[str, object]) -> None:
         known = getattr(module, "peft_config", None)
         configs = known if isinstance(known, Mapping) else configs
@@ -30,9 +35,13 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
                 for adapter, inner in _by_adapter(child):
                     why, found = _setter(module, key, adapter, configs)
                     for part in inner.modules():
-                        setters[id(part)] = found
-                        if why:
-                            refused[id(part)] = why
+                        note(part, why, found)
+            elif key == "prompt_encoder" and known is not None:
+                for adapter, encoder in child.named_children():
+                    for part in encoder.modules():
+                        note(part, *_prompt_setter(part, adapter, configs))
+                    if (embedding := encoder._modules.get("embedding")) is not None:
+                        note(embedding, "", [partial(_number_tokens, module, adapter)])
             else:
                 visit(child, configs)
 
@@ -47,8 +56,28 @@ def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, container) for name in container._parameters]
 
 
+def _prompt_setter(part: nn.Module, adapter: str, configs: Mapping[str, object]) -> tuple[str, list[Callable[[], object]]]:
+    """As PEFT makes them: by the constructors of torch's layers."""
+    config = configs.get(adapter)
+    for option, known in (("prompt_tuning_init", "RANDOM"), ("init_weights", True)):
+        how = getattr(config, option, None)
+        if how is not None and how != known:
+            return f"adapter {adapter!r} has {option}={getattr(how, 'value', how)!r}, which needs values in memory", []
+    reset: Callable[[], object] | None = getattr(part, "reset_parameters", None)
+    return "", [] if reset is None else [reset]
+
+
+def _number_tokens(model: Value, adapter: str) -> None:
+    """PEFT keeps the numbers of virtual tokens in a dictionary, which may be on the meta device."""
+    if model.prompt_tokens[adapter].is_meta:
+        model.prompt_tokens[adapter] = torch.arange(model.prompt_tokens[adapter].numel())
+
+
 def _setter(layer: nn.Module, key: str, adapter: str, configs: Mapping[str, object]) -> tuple[str, list[Callable[[], object]]]:
     kind, how = type(layer).__name__, getattr(configs.get(adapter), "init_lora_weights", None)
+    if key == "ia3_l" and getattr(configs.get(adapter), "init_ia3_weights", None) is True:
+        ones: Function | None = getattr(layer, "reset_ia3_parameters", None)
+        return "", [] if ones is None else [partial(ones, adapter)]
     reset: Function | None = getattr(layer, "reset_lora_parameters", None)
     if reset is None:
         return f"adapter {adapter!r} is of {kind}, whose start is not known here", []
@@ -68,4 +97,5 @@ def _set_magnitudes(layer: Value, adapter: str) -> None:
     Source: PEFT, ``DoraLinearLayer.update_layer``.
     """
     vector, base = layer.lora_magnitude_vector[adapter], layer.get_base_layer()
-    vector.weight.copy_(vector.get_weight_norm(base.weight, torch.zeros_like(base.weight), layer.scaling[adapter]))
+    nothing = torch.zeros((), dtype=base.weight.dtype)  # broadcast, because an embedding's matrix is turned
+    vector.weight.copy_(vector.get_weight_norm(base.weight, nothing, layer.scaling[adapter]))

@@ -12,9 +12,10 @@ files in part are read last, through ``runtime.offloaded_parameter``.
 
 [Note: Adapters on the meta device]
 A PEFT layer has a child ``base_layer`` and adapters beside it, which it initializes itself: LoRA's
-second matrix is zero, which ``reset_parameters`` does not know, and DoRA's magnitudes are norms of
-the base weights. So base weights are read first. Other adapters are refused by name, unless files
-have them.
+second matrix is zero, which ``reset_parameters`` does not know, IA3's vectors are ones, and DoRA's
+magnitudes are norms of the base weights. So base weights are read first. Prompt encoders are set by
+torch's layers alone, not by the base model's ``_init_weights``. Other adapters are refused by name,
+unless files have them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Initializer:
             if missing and id(module) in self._refused:
                 raise ConfigError(
                     f"{_join(name, missing[0])!r} is on the meta device, and {self._refused[id(module)]}. Allowed there: LoRA and "
-                    f"DoRA with init_lora_weights True or 'gaussian'. Build the model in memory, or give files that have it."
+                    f"DoRA with init_lora_weights True or 'gaussian', IA3, and prompts that begin at random. Build the model in "
+                    f"memory, or give files that have it."
                 )
             if missing and not self._setters[id(module)]:
                 raise ConfigError(

@@ -119,6 +119,22 @@ class WeightSource(_OfParameter):
         self.store.check_open(self.part, self.name)
         return self._begin_on_disk(WEIGHTS, self.dtype)
 
+    def sample(self, firsts: Sequence[int], length: int) -> Tensor:
+        """Runs of ``length`` elements of the memory order, joined; the rest is not read."""
+        self.settle(self.part)
+        whole = None if self.device is None else self.device.newest(self.part, self.index)
+        if whole is None and self.part.block.resident:
+            whole = weights_now(self.part, self.index)
+        if whole is not None:
+            flat = whole.as_strided((whole.numel(),), (1,))
+            return torch.cat([flat[first : first + length] for first in firsts])
+        self.store.check_open(self.part, self.name)
+        out = own_memory(length * len(firsts), self.dtype)
+        begin = self.part.offsets[self.index]
+        runs = [(WEIGHTS, begin + first, out[i * length : (i + 1) * length]) for i, first in enumerate(firsts)]
+        self.store.begin_read_at(self.part, runs).wait()
+        return out
+
     def on_file(self) -> FileRun | None:
         """The run of a file that has the current content, while no update is under way."""
         native = self.part.native
@@ -135,6 +151,7 @@ class WeightSource(_OfParameter):
         """Replaces the content."""
         if self.changes is not None:
             self.changes(self.part.block)
+        self.part.rewritten = True
         self.settle(self.part)
         stay_put(self.part, self.index)
         if self.part.block.resident:

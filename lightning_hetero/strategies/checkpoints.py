@@ -21,7 +21,7 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.format.earlier_runs import bring, comes_from, make_way
 from lightning_hetero.store.format.pins import roll_back
-from lightning_hetero.strategies import checkpoint_io, resume
+from lightning_hetero.strategies import checkpoint_io, frozen_base, resume
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State
@@ -68,6 +68,8 @@ class Checkpoints:
         self.resumed: State | None = None
         self.opened = ExitStack()  # the files of a store that is evaluated, until its weights are loaded
         self.tunes = False  # one of Lightning's tuners tries steps, and undoes them
+        self._base: frozen_base.FrozenBase | None = None  # of the current model
+        self._excluded: dict[str, frozen_base.Excluded] = {}  # what the latest state lacks
         self._waiting: tuple[Mapping[str, Mapping[str, object]], bool] | None = None  # weights to load once there is a session
         # Linked checkpoints to make or remove when the batch has ended: path, action, whether it
         # saves.
@@ -109,7 +111,32 @@ class Checkpoints:
         wanted = (run.options.disk_path or (Path.cwd() if trainer is None else local_root(trainer))).expanduser().absolute()
         return Landing(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
 
+    @property
+    def base(self) -> frozen_base.FrozenBase:
+        """The frozen weights that the model had before a checkpoint was loaded."""
+        if self._base is None or not self._base.is_of(self._run.module):
+            self._base = frozen_base.FrozenBase(self._run.module)
+        return self._base
+
+    def placed(self, session: Session) -> None:
+        """The session has placed the model: loads weights that have waited for that."""
+        if self._run.choices.exclude_frozen:
+            self.base.remember()
+        self._load_waiting()
+        self.base.begins(session, resumed=self.resumed is not None)
+
     # ---- saving ------------------------------------------------------------------------------
+
+    def of_model(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A model's state as checkpoints have it."""
+        if not self._run.choices.exclude_frozen:
+            return state
+        self._excluded = self.base.excluded(self._run.session)
+        return frozen_base.without(state, self._excluded)
+
+    def labelled(self, checkpoint: State) -> State:
+        """A checkpoint that says what :meth:`of_model` has left out."""
+        return {**checkpoint, frozen_base.KEY: self._excluded} if self._run.choices.exclude_frozen else checkpoint
 
     def save(self, plain: Callable[[], None], path: PathLike) -> None:
         """Writes a checkpoint file, or with ``link_checkpoints`` links to the store's last step.
@@ -208,8 +235,20 @@ class Checkpoints:
             bring(kept, own)
         return own
 
-    def load_weights(self, plain: Callable[[], None], checkpoint: Mapping[str, Mapping[str, object]], *, strict: bool) -> None:
-        """Writes weights to their tiers, or keeps them for :meth:`load_waiting`."""
+    def load_weights(
+        self,
+        load: Callable[[bool], torch.nn.modules.module._IncompatibleKeys],
+        checkpoint: Mapping[str, Mapping[str, object]],
+        *,
+        strict: bool,
+    ) -> None:
+        """Writes weights to their tiers, or keeps them until the model has been :meth:`placed`.
+
+        Args:
+            load: Loads the state, strictly or not, and returns the keys that did not fit.
+            checkpoint: Lightning's checkpoint.
+            strict: Whether to refuse keys that do not fit.
+        """
         if self.resumed is not None:
             return
         session, built = self._run.session, self._run.built
@@ -217,7 +256,15 @@ class Checkpoints:
         if session is None and any(away):
             self._waiting = (checkpoint, strict)
             return
-        plain()
+        if self._run.choices.exclude_frozen:
+            self.base.remember()
+        excluded = frozen_base.excluded_of(checkpoint)
+        if excluded is not None:
+            self.base.check(excluded)
+        with self.base.loading(checkpoint["state_dict"], session):
+            keys = load(strict and not excluded)
+        if strict and excluded and keys is not None:
+            frozen_base.check_keys(keys.missing_keys, keys.unexpected_keys, excluded)
         if session is not None:
             session.commit()
         for value in checkpoint["state_dict"].values():
@@ -225,8 +272,7 @@ class Checkpoints:
                 release_pages(value)
         self.opened.close()
 
-    def load_waiting(self) -> None:
-        """The model has been placed: writes weights that were loaded before."""
+    def _load_waiting(self) -> None:
         if self._waiting is not None:
             (checkpoint, strict), self._waiting = self._waiting, None
             self._run.strategy.load_model_state_dict(checkpoint, strict)
@@ -243,7 +289,7 @@ class Checkpoints:
         for optimizer, state in zip(run.strategy.optimizers, states, strict=False):
             optimizer.load_state_dict(state)
 
-    def end(self) -> None:
+    def end(self, session: Session | None) -> None:
         """The fit, or the evaluation, is over: an unfinished batch's links are not made."""
         for missing in [str(path) for path, _, saves in self._links if saves]:
             log.warning(
@@ -251,11 +297,12 @@ class Checkpoints:
                 "store, which has the last step that was kept.", missing,
             )  # fmt: skip
         self._links = []
+        self.base.look(session)
         self.resumed = None
         self.opened.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "opened": ExitStack()}
+        return {**vars(self), "opened": ExitStack(), "_base": None}
 
 
 def _is_of_tuner(path: PathLike) -> bool:

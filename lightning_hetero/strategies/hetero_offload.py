@@ -83,6 +83,9 @@ class HeteroOffload(_Base):
         link_checkpoints: Checkpoints of a run that keeps its steps are directories of hard links to
             the store's last step. They take neither time nor space until it is written over, and
             ``ckpt_path`` accepts them like a store.
+        exclude_frozen_parameters: Checkpoint files have no frozen weights that the model had when
+            it was built (or read from ``weights``). To resume from one, or to evaluate it, build
+            the model with the same weights; other weights are refused.
         hardware_profile: The planners' description of the machine: a profile or its file. Default:
             the file that the environment variable ``LIGHTNING_HETERO_HARDWARE`` names, otherwise
             micro-benchmarks, which run once per machine.
@@ -118,6 +121,7 @@ class HeteroOffload(_Base):
         verify: int = 0,
         verify_digests: bool = False,
         link_checkpoints: bool = False,
+        exclude_frozen_parameters: bool = False,
         hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
         replan_drift: float | None = checked.REPLAN_DRIFT,
         chunked_head: bool = False,
@@ -158,6 +162,7 @@ class HeteroOffload(_Base):
         )
         checked.check_device_memory(options)
         checked.check_keeping(options, link_checkpoints=link_checkpoints)
+        checked.check_excluding(exclude_frozen_parameters, link_checkpoints=link_checkpoints)
         super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.run = OffloadRun(
             self,
@@ -167,6 +172,7 @@ class HeteroOffload(_Base):
                 weights=checked.sources(weights),
                 verify=checked.steps("verify", verify),
                 link_checkpoints=checked.flag("link_checkpoints", link_checkpoints),
+                exclude_frozen=checked.flag("exclude_frozen_parameters", exclude_frozen_parameters),
                 chunked_head=checked.flag("chunked_head", chunked_head),
             ),
         )

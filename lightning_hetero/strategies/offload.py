@@ -161,7 +161,7 @@ class OffloadRun:
             self.strategy.setup_precision_plugin()
             session.start(None, StepRules(), default_root=local_root(trainer))
             self._placed(session)
-        self.checkpoints.load_waiting()
+        self.checkpoints.placed(session)
         if self.choices.chunked_head and self._heads is None:
             self._heads = ChunkedCausalLMs(self.module)
 
@@ -185,7 +185,9 @@ class OffloadRun:
             strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
         if fits:
             self._leave_room_for_reference()
-        self.session = session = Session(module, self.options, self._content(), self.built)
+        content = self._content()
+        self.checkpoints.base.placed(content)
+        self.session = session = Session(module, self.options, content, self.built)
         return session
 
     def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:
@@ -326,7 +328,7 @@ class OffloadRun:
         if self._heads is not None:
             self._heads.remove()
             self._heads = None
-        self.checkpoints.end()
+        self.checkpoints.end(self.session)
         if self.training is not None:
             self.training.close()
             self.training = None

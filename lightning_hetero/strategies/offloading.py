@@ -126,8 +126,8 @@ class Offloading(_Base):
 
     def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
         """Writes a checkpoint file, or with ``link_checkpoints`` links to the store's last step."""
-        plain = super().save_checkpoint
-        self.run.checkpoints.save(lambda: plain(checkpoint, filepath, storage_options), filepath)
+        plain, labelled = super().save_checkpoint, self.run.checkpoints.labelled(checkpoint)
+        self.run.checkpoints.save(lambda: plain(labelled, filepath, storage_options), filepath)
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         """Removes a checkpoint, after those of the same batch are saved: one exists at any time."""
@@ -139,15 +139,15 @@ class Offloading(_Base):
         return self.run.checkpoints.load(lambda: plain(checkpoint_path, weights_only), checkpoint_path)
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Weights on disk appear as lazy tensors."""
+        """Weights on disk appear as lazy tensors. ``exclude_frozen_parameters`` leaves some out."""
         if self.session is not None:
             self.session.drain()
-        return super().lightning_module_state_dict()
+        return self.run.checkpoints.of_model(super().lightning_module_state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
         """Writes weights to their tiers, at the latest in ``setup``."""
-        plain = partial(super().load_model_state_dict, checkpoint, strict)
-        self.run.checkpoints.load_weights(plain, checkpoint, strict=strict)
+        load = partial(self.run.module.load_state_dict, checkpoint["state_dict"])
+        self.run.checkpoints.load_weights(load, checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, list[State]]) -> None:
         """Writes optimizer state to the tiers that the plan chose, not to a device."""

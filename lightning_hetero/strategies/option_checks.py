@@ -35,6 +35,7 @@ class Choices:
     weights: Weights | None = None  # files with the model's initial weights
     verify: int = 0  # the number of steps that are computed twice
     link_checkpoints: bool = False  # checkpoints are links to the store
+    exclude_frozen: bool = False  # checkpoint files have no frozen weights
     chunked_head: bool = False  # language models compute head and loss in chunks
 
 
@@ -175,6 +176,15 @@ def check_keeping(options: SessionOptions, *, link_checkpoints: bool) -> None:
         raise ConfigError(
             f"link_checkpoints=True makes links to the last step, and with keep_every={keep_every} that may be one that "
             f"is not kept. Pass keep_every=1, or leave link_checkpoints out: checkpoints are then ordinary files."
+        )
+
+
+def check_excluding(excludes: bool, *, link_checkpoints: bool) -> None:
+    """Refuses to leave weights out of links, which are of the whole store."""
+    if excludes and link_checkpoints:
+        raise ConfigError(
+            "exclude_frozen_parameters=True with link_checkpoints=True: links to frozen weights take no space, and nothing can be "
+            "left out of them. Leave one of the two out."
         )
 
 

@@ -110,20 +110,25 @@ class Module(llama.LitLlama):
         return self.optimizer([p for p in self.parameters() if p.requires_grad or self.everything])
 
 
-def fit(case: Case, strategy: Any, folder: Path, *, stop: int | None = None, store: Path | None = None) -> Outcome:
+def fit(
+    case: Case, strategy: Any, folder: Path, *, stop: int | None = None, store: Path | None = None, steps: int = STEPS,
+    save: Path | None = None,
+) -> Outcome:  # fmt: skip
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
     plain_16_bit = strategy == "auto" and case.precision == "bf16-true"
     frees = [Frees()] if case.everything and case.frees else []
     module = Module(case, partial(Masters, factory=adamw) if plain_16_bit else adamw)
     torch.manual_seed(11)
     trainer = quiet_trainer(
-        strategy=strategy, max_steps=STEPS, precision=case.precision, accumulate_grad_batches=case.accumulate,
+        strategy=strategy, max_steps=steps, precision=case.precision, accumulate_grad_batches=case.accumulate,
         default_root_dir=folder, callbacks=[*frees, *([] if stop is None else [EndsAt(stop)])],
     )  # fmt: skip
     try:
         trainer.fit(module, llama.batches(), ckpt_path=None if store is None else str(store))
     except Ends:
         return Outcome(module.losses, {}, [])
+    if save is not None:
+        trainer.save_checkpoint(save)
     return outcome(trainer, module)
 
 
@@ -203,3 +208,15 @@ def test_a_run_that_ended_goes_on(case: Case, plan: Plan, stop: int) -> None:
         fit(case, HeteroOffloadStrategy(plan, disk_path=store), Path(folder), stop=stop)
         got = fit(case, HeteroOffloadStrategy(plan, disk_path=store), Path(folder), store=store)
         assert_same(got, after(expected, len(got.losses)))
+
+
+@examples(4)
+@given(case=CASES, plan=host_plans(), stop=st.integers(1, STEPS - 1))
+def test_a_run_goes_on_from_a_checkpoint_of_the_adapters_alone(case: Case, plan: Plan, stop: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        alone, whole = Path(folder, "alone.ckpt"), Path(folder, "whole.ckpt")
+        fit(case, HeteroOffloadStrategy(plan, exclude_frozen_parameters=True), Path(folder), steps=stop, save=alone)
+        fit(case, HeteroOffloadStrategy("host"), Path(folder), steps=stop, save=whole)
+        assert alone.stat().st_size < whole.stat().st_size or case.frees
+        expected = fit(case, HeteroOffloadStrategy("resident"), Path(folder), store=whole)
+        assert_same(fit(case, HeteroOffloadStrategy(plan, exclude_frozen_parameters=True), Path(folder), store=alone), expected)

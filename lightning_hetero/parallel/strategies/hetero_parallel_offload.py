@@ -54,7 +54,10 @@ else:
 
 _SUMMED = "gradients are averaged over ranks"
 # Options of hetero_offload that no rank has: the group has some, and one process alone the others.
-_NOT_OF_A_RANK = ("accelerator", "checkpoint_io", "precision_plugin", "durability", "keep_every", "link_checkpoints", "verify")
+_NOT_OF_A_RANK = (
+    "accelerator", "checkpoint_io", "precision_plugin", "durability", "keep_every", "link_checkpoints", "exclude_frozen_parameters",
+    "verify",
+)  # fmt: skip
 _OF_REDUCER = (  # options of DDP's reducer, which is not used here
     "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision", "process_group",
     "device_mesh", "param_to_hook_all_reduce", "delay_all_reduce_named_params",

@@ -158,7 +158,8 @@ class _EveryRank(_StrategyBase):
         """Saves this rank's part of the checkpoint."""
         if storage_options is not None:
             raise UnsupportedError("LocalFirst got storage_options; configure the file system of the URL for fsspec instead.")
-        rest = dict(checkpoint)
+        run = _run_of(self)
+        rest = dict(checkpoint if run is None else run.checkpoints.labelled(checkpoint))
         state: dict[str, Any] = {"state_dict": dict(rest.pop("state_dict"))}
         for number, optimizer_state in enumerate(rest.pop("optimizer_states", [])):
             names = _names(self, number)
@@ -170,7 +171,6 @@ class _EveryRank(_StrategyBase):
         }
         path = self.broadcast(filepath)
         self._io.wait()
-        run = _run_of(self)
         snapshot = None if run is None else run.snapshot_state()
         if snapshot is None:
             self._io.checkpoints.save(state, path, **arguments)

@@ -94,6 +94,7 @@ class Part:
             READY.
         opened: An update whose state already streams towards the host.
         dirty: The weight memory was changed outside an update; the file has older weights.
+        rewritten: User code has set weights in a way that no version counter sees.
         uncommitted: Rewrites of the file since the last commit.
         on_disk: The native part has files.
         stepped: The state is no longer all zeros.
@@ -128,6 +129,7 @@ class Part:
     last_write: Ticket | None = None
     opened: Ticket | None = None
     dirty: bool = False
+    rewritten: bool = False
     uncommitted: int = 0
     on_disk: bool = False
     stepped: bool = False

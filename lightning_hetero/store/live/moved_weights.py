@@ -81,6 +81,7 @@ def bring_back(part: Part) -> None:
                 _warn_if_shared(param, name)
                 own.copy_(param)
                 part.num_moves += 1
+                part.rewritten = True
                 is_seen = moved.counts or param._version != moved.version
                 if not is_seen and _holders(own) > 1:
                     torch.autograd.graph.increment_version([param])

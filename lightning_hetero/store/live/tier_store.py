@@ -324,12 +324,15 @@ class TierStore:
 
         What lies in one chunk of the file comes in one transfer.
         """
+        return self.begin_read_at(part, [(array, part.offsets[index], out) for array, index, out in runs])
+
+    def begin_read_at(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> Ticket:
+        """Begins to read runs ``(array, first element in the part, flat tensor)``."""
         self.cancel_update(part)
         self.revoke(part)
         self.flush(part)
         native = part.require_native()
-        patches = _patches(part, native, [(array, part.offsets[index], out) for array, index, out in runs])
-        return self.engine.read(native, patches, keep=[out for _, _, out in runs])
+        return self.engine.read(native, _patches(part, native, runs), keep=[out for _, _, out in runs])
 
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays in one rewrite."""
