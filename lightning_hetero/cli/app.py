@@ -364,6 +364,9 @@ def export(
     module: Module = "",
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="No safetensors file is larger.")] = "5GB",
+    merge: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Merge the adapter that PEFT has saved there (LoRA, DoRA, IA3).")
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """Writes weights for other programs.
@@ -372,7 +375,7 @@ def export(
     """
     from lightning_hetero.cli import export_import as command
 
-    command.export(source, destination, module=module, dtype=dtype, max_shard_size=max_shard_size, as_json=as_json)
+    command.export(source, destination, module=module, dtype=dtype, max_shard_size=max_shard_size, merge=merge, as_json=as_json)
 
 
 @app.command(name="import")

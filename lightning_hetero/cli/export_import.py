@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def export(source: str, destination: str, *, module: str, dtype: str | None, max_shard_size: str, as_json: bool) -> None:
+def export(
+    source: str, destination: str, *, module: str, dtype: str | None, max_shard_size: str, merge: str | None, as_json: bool
+) -> None:
     """Writes weights as safetensors, or as a Lightning checkpoint.
 
     Raises:
@@ -24,7 +26,9 @@ def export(source: str, destination: str, *, module: str, dtype: str | None, max
     from lightning_hetero.convert.exporting import export_weights
 
     with working(f"writing {destination}"):
-        files = export_weights(source, destination, module=module, dtype=_dtype(dtype), max_shard_size=max_shard_size)
+        files = export_weights(
+            source, destination, module=module, dtype=_dtype(dtype), max_shard_size=max_shard_size, merge=merge or False
+        )
     _print(files, as_json=as_json)
 
 

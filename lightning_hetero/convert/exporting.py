@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.offloaded_parameter import materialize
@@ -39,6 +40,7 @@ def export_weights(
     module: str = "",
     dtype: torch.dtype | None = None,
     max_shard_size: str | int = SHARD_SIZE,
+    merge: bool | str | os.PathLike[str] = False,
 ) -> list[Path | str]:
     """Writes weights as a Hugging Face directory of safetensors, or as a Lightning checkpoint.
 
@@ -54,6 +56,10 @@ def export_weights(
             LightningModule; names in the files begin below it. Default: everything.
         dtype: Convert floating-point weights to it.
         max_shard_size: No safetensors file is larger, unless a single tensor is; such as ``"5GB"``.
+        merge: Merge an adapter of PEFT (LoRA, rsLoRA, DoRA, IA3) into the weights, one layer at a
+            time: the folder that PEFT has saved, or ``True`` for the active one of a model. A
+            folder's own weights count if the source has no adapter. The result has the bits of
+            ``merge_and_unload()``.
 
     Returns:
         The files written, remote ones as URLs. Tied weights are written once, under their first
@@ -62,6 +68,7 @@ def export_weights(
     Raises:
         ConfigError: The source is of another kind, has no such module, or the destination already
             holds weights.
+        UnsupportedError: The adapter cannot be merged here.
         StoreError: The store is in use, or incomplete.
         OSError: A file cannot be written; none is left half written.
     """
@@ -69,6 +76,8 @@ def export_weights(
     path = Place.of(destination)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
+        if merge is not False:
+            tensors = merged(tensors, _adapter(source, merge))
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
@@ -118,6 +127,17 @@ def import_weights(
     begin = f"{module}." if module else ""
     _write_checkpoint(path, {begin + name: tensor for name, tensor in stored.items()})
     return _named(path)
+
+
+def _adapter(source: nn.Module | str | os.PathLike[str], merge: str | os.PathLike[str] | bool) -> Adapter:
+    if not isinstance(merge, bool):
+        return of_folder(merge)
+    if not isinstance(source, nn.Module):
+        raise ConfigError(
+            f"merge=True is for a model in memory; {os.fspath(source)!r} does not say how its adapters were configured. Give the "
+            f"folder that PEFT's save_pretrained() has written; its configuration is enough if the source has the adapter."
+        )
+    return of_model(source)
 
 
 def _named(place: Place) -> Path | str:

@@ -1,0 +1,319 @@
+"""Merges adapters of PEFT into the weights of their layers, one layer at a time.
+
+[Note: PEFT merges]
+Names tell which layers have adapters. For these alone a tree of modules is made on the meta device,
+into which PEFT injects the adapters of a configuration: it finds ranks, scales and patterns as in
+the whole model. A layer gets its tensors when one of its results is written, is merged by PEFT's
+own code, and goes back to the meta device. So the bits are those of ``merge_and_unload()``, and the
+memory is that of one layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles
+from lightning_hetero.errors import ConfigError, UnsupportedError
+
+_CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "ia3_l")
+_KINDS = {"LORA": "lora_", "IA3": "ia3_"}  # PEFT's types that can be merged here, and how their tensors are named
+_WRAPPER = "base_model.model."  # where a wrapped model is in a PeftModel
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class _Config(Protocol):
+    """A configuration of PEFT."""
+
+    peft_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter to merge.
+
+    Attributes:
+        config: PEFT's configuration.
+        name: Its name in the model; empty if a folder has it.
+        tensors: Those of a folder, by their names in the model that was wrapped.
+        where: Its folder, or the name, for messages.
+    """
+
+    config: _Config
+    name: str
+    tensors: Mapping[str, TensorToWrite]
+    where: str
+
+
+def of_folder(folder: str | os.PathLike[str]) -> Adapter:
+    """An adapter as ``save_pretrained`` writes it. It may have its configuration alone.
+
+    Raises:
+        ConfigError: There is no configuration.
+        UnsupportedError: PEFT is not installed, or cannot merge this kind.
+    """
+    place = Place.of(folder)
+    if not (place / _CONFIG).is_file():
+        raise ConfigError(f"{str(place)!r} is no folder of an adapter: it has no {_CONFIG}. Give the folder that PEFT has saved.")
+    config: _Config = _peft("merge an adapter").PeftConfig.from_pretrained(str(place))
+    tensors = {}
+    if (place / _WEIGHTS).is_file():
+        for stored in WeightFiles.open(place / _WEIGHTS).tensors.values():
+            name = stored.name.removeprefix(_WRAPPER)
+            tensors[name] = TensorToWrite(name, stored.dtype, stored.shape, stored.read)
+    return Adapter(_checked(config, str(place)), "", tensors, repr(str(place)))
+
+
+def of_model(root: nn.Module) -> Adapter:
+    """The active adapter of a model of PEFT inside a module.
+
+    Raises:
+        ConfigError: There is none.
+        UnsupportedError: There are several, or it is of a kind that is not merged here.
+    """
+    for module in root.modules():
+        configs = vars(module).get("peft_config")
+        if isinstance(configs, Mapping):
+            active = getattr(module, "active_adapters", None)
+            names = active() if callable(active) else active
+            wanted = [*configs] if names is None else [names] if isinstance(names, str) else list(names)
+            if len(wanted) != 1:
+                raise UnsupportedError(
+                    f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
+                )
+            return Adapter(_checked(configs[wanted[0]], wanted[0]), wanted[0], {}, repr(wanted[0]))
+    raise ConfigError("the model has no adapters of PEFT to merge. Leave merge out.")
+
+
+def merged(tensors: Sequence[TensorToWrite], adapter: Adapter) -> list[TensorToWrite]:
+    """The weights of a model with an adapter merged into them; names are those without PEFT.
+
+    Args:
+        tensors: Those of the model, wrapped by PEFT or not.
+        adapter: The adapter.
+
+    Raises:
+        ConfigError: An adapter has no tensors, or its layers are not in the model.
+        UnsupportedError: A layer is of a kind that cannot be merged here.
+    """
+    source = _Source(tensors)
+    source.apply(adapter, _chosen(source, adapter))
+    return source.base()
+
+
+class _Source:
+    """The tensors of a model, divided into those of the base and those of adapters."""
+
+    def __init__(self, tensors: Sequence[TensorToWrite]) -> None:
+        self._base: dict[str, TensorToWrite] = {}
+        self.adapters: dict[str, dict[str, TensorToWrite]] = {}  # by adapter, then by name without it
+        saved: list[tuple[str, str, TensorToWrite]] = []
+        for tensor in tensors:
+            parts = tensor.name.replace(_WRAPPER, "", 1).split(".")
+            kind = next((i for i, part in enumerate(parts) if part in _CONTAINERS or part.startswith(tuple(_KINDS.values()))), None)
+            if kind is not None and kind + 1 < len(parts):
+                adapter, name = parts[kind + 1], ".".join([*parts[: kind + 1], *parts[kind + 2 :]])
+                self.adapters.setdefault(adapter, {})[name] = tensor
+            elif "modules_to_save" in parts:
+                at = parts.index("modules_to_save")
+                saved.append((parts[at + 1], ".".join([*parts[:at], *parts[at + 2 :]]), tensor))
+            else:
+                name = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+                self._base[name] = replace(tensor, name=name)
+        for adapter, name, tensor in saved:
+            self.adapters.setdefault(adapter, {})[name] = tensor
+
+    def base(self) -> list[TensorToWrite]:
+        """The weights as they are now."""
+        return list(self._base.values())
+
+    def apply(self, adapter: Adapter, tensors: Mapping[str, TensorToWrite]) -> None:
+        """Merges one adapter."""
+        layers: dict[str, dict[str, TensorToWrite]] = {}
+        for name, tensor in tensors.items():
+            layer, kind, rest = _cut(name)
+            if kind:
+                if kind == "lora_magnitude_vector":
+                    rest = ".weight"  # which PEFT leaves out in files
+                layers.setdefault(self._named(layer), {})[f"{kind}{rest}"] = tensor
+                continue
+            target = self._named(name.replace(".base_layer.", ".").removesuffix(".base_layer"), exact=True)
+            if (shape := self._base[target].shape) != tensor.shape:
+                raise ConfigError(
+                    f"adapter {adapter.where} has {target!r} of shape {tuple(tensor.shape)}, the model {tuple(shape)}. Give the "
+                    f"model that it was trained for."
+                )
+            self._base[target] = replace(tensor, name=target)
+        for layer, made in _layers(adapter, layers, self._base, casts=tensors is adapter.tensors).items():
+            for key in ("weight", "bias"):
+                if (old := self._base.get(f"{layer}.{key}")) is not None:
+                    self._base[old.name] = replace(old, read=partial(made.read, key))
+
+    def _named(self, name: str, *, exact: bool = False) -> str:
+        """The name in the model of a layer or tensor that an adapter names."""
+        ends = [known if exact else known.removesuffix(".weight") for known in self._base if exact or known.endswith(".weight")]
+        found = [known for known in ends if known == name or known.endswith(f".{name}")]
+        if name in found:
+            return name
+        if len(found) != 1:
+            why = "which the model does not have" if not found else f"which may be {found[0]!r} or {found[1]!r}"
+            raise ConfigError(
+                f"the adapter is for {name!r}, {why}. Give the weights that it was trained for, all of them, and with module= the "
+                f"model that was wrapped."
+            )
+        return found[0]
+
+
+@dataclass(eq=False, slots=True)
+class _Layer:
+    """A layer of PEFT on the meta device, and its tensors.
+
+    Attributes:
+        module: The layer.
+        name: The adapter's name in it.
+        base: Its weight and, if it has one, its bias, before the merge.
+        tensors: The adapter's.
+        casts: Whether 16-bit adapters are computed in fp32, as ``PeftModel.from_pretrained`` does
+            with those of a folder.
+    """
+
+    module: nn.Module
+    name: str
+    base: dict[str, TensorToWrite]
+    tensors: dict[str, TensorToWrite]
+    casts: bool
+
+    def read(self, key: str) -> Tensor:
+        """The merged weight or bias."""
+        # Copies, because a model in memory gives its own weights, and PEFT merges in place.
+        state = {f"base_layer.{name}": tensor.read().clone() for name, tensor in self.base.items()}
+        for name, tensor in self.tensors.items():
+            kind, dot, rest = name.partition(".")
+            value = tensor.read()
+            state[f"{kind}.{self.name}{dot}{rest}"] = value.float() if self.casts and value.dtype.itemsize == 2 else value
+        with torch.no_grad():
+            self.module.load_state_dict(state, assign=True)
+            del state
+            merge = getattr(self.module, "merge")  # noqa: B009  # a module's attributes have no types
+            merge(adapter_names=[self.name])
+            out = self.module.get_submodule("base_layer").get_parameter(key).detach()
+        self.module.to("meta")
+        getattr(self.module, "merged_adapters").clear()  # noqa: B009
+        return out
+
+
+def _layers(
+    adapter: Adapter, found: Mapping[str, dict[str, TensorToWrite]], base: Mapping[str, TensorToWrite], *, casts: bool
+) -> dict[str, _Layer]:
+    """PEFT's layers, by name."""
+    name = adapter.name or "default"
+    tree = nn.Module()
+    for layer, tensors in found.items():
+        own = {key: base[f"{layer}.{key}"] for key in ("weight", "bias") if f"{layer}.{key}" in base}
+        _put(tree, layer, _plain(layer, own, tensors, turned=bool(getattr(adapter.config, "fan_in_fan_out", False))))
+    inject = _peft("merge an adapter").inject_adapter_in_model
+    inject(adapter.config, tree, name, low_cpu_mem_usage=True)
+    made = {}
+    for layer, tensors in found.items():
+        module = tree.get_submodule(layer)
+        own = {key: base[f"{layer}.{key}"] for key in ("weight", "bias") if f"{layer}.{key}" in base}
+        wanted = {f"base_layer.{key}" for key in own} | {_with(name, key) for key in tensors}
+        if (known := set(module.state_dict())) != wanted:
+            odd = sorted(known ^ wanted)[0]
+            where = "by its configuration" if odd in known else "in its tensors"
+            raise ConfigError(
+                f"adapter {adapter.where}: {layer!r} has {odd!r} {where} only. Give configuration and tensors of one adapter."
+            )
+        made[layer] = _Layer(module, name, own, tensors, casts=casts)
+    return made
+
+
+def _plain(layer: str, own: Mapping[str, TensorToWrite], tensors: Iterable[str], *, turned: bool) -> nn.Module:
+    """The layer that PEFT has wrapped, on the meta device."""
+    weight = own["weight"]
+    if not weight.dtype.is_floating_point or len(weight.shape) != 2:
+        raise UnsupportedError(
+            f"{layer!r} has a weight of {weight.dtype} and shape {tuple(weight.shape)}; only matrices that are not quantized are "
+            f"merged. Merge it in memory, with merge_and_unload()."
+        )
+    rows, columns = weight.shape
+    if any(name.startswith("lora_embedding") for name in tensors):
+        return nn.Embedding(rows, columns, device="meta", dtype=weight.dtype)
+    if turned:
+        conv: nn.Module = importlib.import_module("transformers.pytorch_utils").Conv1D(columns, rows).to("meta", weight.dtype)
+        return conv
+    return nn.Linear(columns, rows, bias="bias" in own, device="meta", dtype=weight.dtype)
+
+
+def _put(tree: nn.Module, path: str, leaf: nn.Module) -> None:
+    *parents, last = path.split(".")
+    for name in parents:
+        if name not in tree._modules:
+            tree.add_module(name, nn.Module())
+        tree = tree.get_submodule(name)
+    tree.add_module(last, leaf)
+
+
+def _cut(name: str) -> tuple[str, str, str]:
+    """A tensor's layer, its kind, and what follows; without a kind it is a copy of a weight."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.startswith(tuple(_KINDS.values()))), None)
+    if at is None:
+        return name, "", ""
+    return ".".join(parts[:at]), parts[at], "".join(f".{part}" for part in parts[at + 1 :])
+
+
+def _with(adapter: str, key: str) -> str:
+    kind, dot, rest = key.partition(".")
+    return f"{kind}.{adapter}{dot}{rest}"
+
+
+def _chosen(source: _Source, adapter: Adapter) -> Mapping[str, TensorToWrite]:
+    """The tensors of an adapter: those in the model count before those in its folder."""
+    known = source.adapters
+    if adapter.name:
+        return known.get(adapter.name, {})
+    if not known:
+        if not adapter.tensors:
+            raise ConfigError(
+                f"adapter {adapter.where} has no {_WEIGHTS}, and the weights have no adapters. Give one that has been saved."
+            )
+        return adapter.tensors
+    folder = os.path.basename(os.path.normpath(adapter.where.strip("'")))
+    if len(known) > 1 and folder not in known:
+        raise ConfigError(
+            f"the weights have the adapters {', '.join(map(repr, sorted(known)))}, and none has the name of the folder "
+            f"{adapter.where}. Give the folder of one of them, as PEFT names it."
+        )
+    return known[folder] if folder in known else next(iter(known.values()))
+
+
+def _checked(config: _Config, where: str) -> _Config:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in _KINDS:
+        raise UnsupportedError(
+            f"adapter {where!r} is of type {kind}; merged are {', '.join(_KINDS)} (with rsLoRA and DoRA). Load the model in memory "
+            f"and call merge_and_unload(), if PEFT can merge it."
+        )
+    for option in ("trainable_token_indices", "target_parameters", "layer_replication"):
+        if getattr(config, option, None):
+            raise UnsupportedError(
+                f"adapter {where!r} has {option}, which is merged in memory only: load the model and call merge_and_unload()."
+            )
+    return config
+
+
+def _peft(purpose: str) -> ModuleType:
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise UnsupportedError(f"to {purpose}, peft is needed, and it is not installed. Install it: pip install peft.") from error

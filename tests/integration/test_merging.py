@@ -1,0 +1,150 @@
+"""``export_weights(merge=...)``: the bits of PEFT's ``merge_and_unload()``, one layer at a time, from every kind of source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import quiet_trainer
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lightning_hetero import export_weights
+from lightning_hetero.cli.app import app
+from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft, whose adapters are merged here, is missing")
+import peft
+from support import llama
+
+State = dict[str, Tensor]
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], **options})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lora,
+    "rslora": lambda: lora(use_rslora=True, rank_pattern={"v_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 5}),
+    "dora": lambda: lora(use_dora=True),
+    "embedding": lambda: lora(target_modules=["q_proj", "embed_tokens"], layers_to_transform=None),
+    "dora embedding": lambda: lora(use_dora=True, target_modules=["embed_tokens"]),
+    "modules_to_save": lambda: lora(modules_to_save=["lm_head", "input_layernorm"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+class Lit(llama.LitLlama):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=5e-2, fused=True)
+
+
+def trained(directory: Path, config: Any, root: Path, *, dtype: torch.dtype, **options: Any) -> Any:
+    """A module with an adapter, after a few steps from a store, and the adapter's folder."""
+    torch.manual_seed(5)
+    model = peft.get_peft_model(llama.LlamaForCausalLM.from_pretrained(directory, dtype=dtype), config)
+    module = Lit(lambda: model)
+    strategy = HeteroOffloadStrategy("disk", disk_path=root / "store", **options)
+    precision: Any = "bf16-true" if dtype == torch.bfloat16 else "32-true"
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, default_root_dir=root)
+    trainer.fit(module, llama.batches())
+    trainer.save_checkpoint(root / "x.ckpt")
+    module.model.save_pretrained(root / "adapter")
+    return module
+
+
+def by_peft(model: Any) -> State:
+    return {name: value.detach().clone() for name, value in model.merge_and_unload().state_dict().items()}
+
+
+def same(folder: Path, expected: State) -> None:
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_sources_have_the_bits_of_peft(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights", dtype=dtype)
+    module = trained(directory, CONFIGS[name](), tmp_path, dtype=dtype)
+    export_weights(module, tmp_path / "model", module="model", merge=True)
+    export_weights(tmp_path / "store", tmp_path / "of store", module="model", merge=tmp_path / "adapter")
+    export_weights(tmp_path / "x.ckpt", tmp_path / "of file", module="model", merge=tmp_path / "adapter")
+    export_weights(directory, tmp_path / "of base", merge=tmp_path / "adapter")
+    base = llama.LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+    same(tmp_path / "of base", by_peft(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")))
+    expected = by_peft(module.model)
+    for kind in ("model", "of store", "of file"):
+        same(tmp_path / kind, expected)
+
+
+def test_the_command_and_transformers_read_the_result(tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights", tied=True)
+    module = trained(directory, lora(), tmp_path, dtype=torch.float32)
+    arguments = ["export", str(directory), str(tmp_path / "out"), "--merge", str(tmp_path / "adapter")]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    module.model.config.save_pretrained(tmp_path / "out")
+    loaded = llama.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, module.model.merge_and_unload().eval()(tokens).logits)
+
+
+def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_hetero.convert import merging
+    from lightning_hetero.convert.exporting import weights_of
+
+    directory = llama.save(tmp_path / "weights")
+    trained(directory, lora(), tmp_path, dtype=torch.float32)
+    from contextlib import ExitStack
+
+    tensors = merging.merged(weights_of(directory, ExitStack()), merging.of_folder(tmp_path / "adapter"))
+    layers = {t.read.func.__self__ for t in tensors if hasattr(t.read, "func")}  # type: ignore[attr-defined]
+    assert len(layers) == 9
+    for tensor in tensors:
+        tensor.read()
+        assert all(p.is_meta for layer in layers for p in layer.module.parameters())
+
+
+def test_an_unknown_kind_is_refused_by_name(tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights")
+    model = llama.LlamaForCausalLM.from_pretrained(directory)
+    peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "loha")
+    with pytest.raises(UnsupportedError, match="is of type LOHA; merged are LORA, IA3"):
+        export_weights(directory, tmp_path / "out", merge=tmp_path / "loha")
+    with pytest.raises(ConfigError, match=r"no folder of an adapter: it has no adapter_config.json"):
+        export_weights(directory, tmp_path / "out", merge=directory)
+    with pytest.raises(ConfigError, match="merge=True is for a model in memory"):
+        export_weights(directory, tmp_path / "out", merge=True)
+    with pytest.raises(ConfigError, match="no adapters of PEFT"):
+        export_weights(model.model.embed_tokens, tmp_path / "out", merge=True)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights")
+    deeper = peft.get_peft_model(llama.LlamaForCausalLM(llama.config(layers=4)), lora())
+    deeper.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"the adapter is for 'model.layers.3.*', which the model does not have"):
+        export_weights(directory, tmp_path / "out", merge=tmp_path / "adapter")
+
+
+def test_several_active_adapters_are_refused(tmp_path: Path) -> None:
+    model = peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), lora())
+    model.add_adapter("other", lora(r=2))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(UnsupportedError, match="'default', 'other' are active"):
+        export_weights(model, tmp_path / "out", merge=True)
+    model.set_adapter("other")
+    export_weights(model, tmp_path / "out", merge=True)
+    same(tmp_path / "out", by_peft(model))
