@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.models import quiet_trainer
 from torch import Tensor
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -38,6 +39,18 @@ def two_adapters(model: Any) -> Any:
     return wrapped
 
 
+def two_of_the_embedding(model: Any) -> Any:
+    wrapped = peft.get_peft_model(model, config(target_modules=["embed_tokens"]))
+    wrapped.add_adapter("other", config(r=2, target_modules=["embed_tokens"]))
+    return wrapped
+
+
+def wrapped(adapter: Any) -> Wrap:
+    return lambda model: peft.get_peft_model(model, adapter)
+
+
+PROMPTS: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+
 WRAPS: dict[str, Wrap] = {
     "lora": lora(),
     "gaussian": lora(init_lora_weights="gaussian"),
@@ -46,6 +59,12 @@ WRAPS: dict[str, Wrap] = {
     "embedding": lora(target_modules=["q_proj", "embed_tokens"]),
     "modules_to_save": lora(modules_to_save=["lm_head", "input_layernorm"]),
     "several": two_adapters,
+    "several of the embedding": two_of_the_embedding,
+    "dora of the embedding": lora(use_dora=True, target_modules=["q_proj", "embed_tokens"]),
+    "ia3": wrapped(peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    "prompt": wrapped(peft.PromptTuningConfig(**PROMPTS)),
+    "p-tuning": wrapped(peft.PromptEncoderConfig(**PROMPTS, encoder_hidden_size=32)),
+    "prefix": wrapped(peft.PrefixTuningConfig(**PROMPTS)),
 }
 
 
@@ -87,12 +106,13 @@ def test_base_weights_are_read_and_adapters_start_as_peft_starts_them(
     plan: str, name: str, directory: Path, tmp_path: Path
 ) -> None:
     wrap = WRAPS[name]
+    torch.manual_seed(1)
     plain = wrap(llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)).state_dict()
     got = started(on_meta(wrap, inside=plan == "host"), hetero(plan, directory), tmp_path)
     assert got.keys() == {f"model.{key}" for key in plain}
     for key, value in plain.items():
         mine = got[f"model.{key}"]
-        if "lora_A" in key or "lora_embedding_B" in key:
+        if "lora_A" in key or "lora_embedding_B" in key or "prompt_encoder" in key:
             assert mine.std() == pytest.approx(float(value.std()), rel=0.5), key  # random, and of the same size
             assert not mine.isnan().any()
         else:
@@ -143,11 +163,15 @@ def test_a_warning_names_missing_and_unexpected_weights_without_strict_loading(
     [
         (lora(init_lora_weights="pissa"), ["lora_A", "init_lora_weights='pissa'", "in memory"]),
         (
-            lambda model: peft.get_peft_model(model, peft.LoHaConfig(r=2, target_modules=["q_proj"])),
+            wrapped(peft.LoHaConfig(r=2, target_modules=["q_proj"])),
             ["q_proj", "adapter 'default' is of Linear"],
         ),
+        (
+            wrapped(peft.PromptTuningConfig(**PROMPTS, prompt_tuning_init="SAMPLE_VOCAB")),
+            ["prompt_encoder", "prompt_tuning_init='SAMPLE_VOCAB'", "in memory"],
+        ),
     ],
-    ids=["pissa", "loha"],
+    ids=["pissa", "loha", "prompt"],
 )
 def test_adapters_whose_start_is_not_known_are_refused_by_name(
     wrap: Wrap, words: list[str], directory: Path, tmp_path: Path
@@ -194,3 +218,33 @@ def test_peft_saves_adapters_while_training_continues(plan: str, directory: Path
     trained = {name.replace(".default", ""): value for name, value in module.model.state_dict().items() if "lora_" in name}
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], value) for name, value in trained.items())
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=torch.arange(12).view(2, 6), use_cache=False).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "disk") for name in WRAPS), *((name, "device") for name in ("dora", "ia3", "prompt"))]
+)
+def test_saved_adapters_give_the_same_logits_elsewhere(name: str, kind: str, directory: Path, tmp_path: Path) -> None:
+    class Saves(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.model.save_pretrained(tmp_path / "inside")  # the last one counts
+
+    module = on_meta(WRAPS[name], kind=Saves)
+    if kind == "device":
+        strategy = HeteroOffloadStrategy(device=EmulatedDevice(memory="8MiB"), weights=directory)
+    else:
+        strategy = HeteroOffloadStrategy(kind, disk_path=tmp_path / "store", weights=directory)
+    quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path).fit(module, llama.batches())
+    module.model.save_pretrained(tmp_path / "after")
+    expected = logits(module.model)
+    for folder in (tmp_path / "inside", tmp_path / "after"):
+        base = llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(base, folder)
+        if (folder / "other").is_dir():
+            loaded.load_adapter(folder / "other", "other")
+        assert torch.equal(logits(loaded), expected)
