@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.activations.autocast import is_half_cast
 from lightning_hetero.runtime.activations.names import ParameterAddresses, has_storage, leaves
 from lightning_hetero.runtime.device import DeviceWeights
@@ -152,7 +153,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         """Runs one operator and records it."""
         kwargs = kwargs or {}
         events, start = len(self.events), self._clock()
-        out = func(*args, **kwargs)
+        out: Any = func(*args, **kwargs) if func.namespace == "aten" else foreign.run(func, args, kwargs)
         end = self._clock()
         tensors = [leaf for leaf in leaves((args, kwargs)) if self._has_storage(leaf)]
         given = {leaf.untyped_storage()._cdata for leaf in tensors}

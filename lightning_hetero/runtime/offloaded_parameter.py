@@ -86,7 +86,7 @@ class OffloadedParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        state = {key: value for key, value in self.__dict__.items() if key != "_hetero"}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_hetero", "_hetero_class")}
         hooks: OrderedDict[int, object] = OrderedDict()  # torch does not pickle them either
         args = (materialize(self), self.requires_grad, hooks)
         if state:
@@ -102,13 +102,15 @@ class OffloadedParameter(nn.Parameter):
 
 def offload(parameter: nn.Parameter, record: Record) -> None:
     """Turns a parameter into an ``OffloadedParameter``, in place, in under a microsecond."""
+    if type(parameter) is not nn.Parameter and type(parameter) is not OffloadedParameter:
+        parameter.__dict__["_hetero_class"] = type(parameter)  # such as one of bitsandbytes
     parameter.__class__ = OffloadedParameter
     parameter.__dict__["_hetero"] = record
 
 
 def restore(parameter: nn.Parameter) -> None:
-    """Turns an ``OffloadedParameter`` back into an ordinary parameter."""
-    parameter.__class__ = nn.Parameter
+    """Turns an ``OffloadedParameter`` back into what it was."""
+    parameter.__class__ = parameter.__dict__.pop("_hetero_class", nn.Parameter)
     parameter.__dict__.pop("_hetero", None)
 
 

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import TRAINED, is_divided
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,19 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
     Raises:
         ConfigError: ``block_cls`` matches no module that has parameters, or the whole model; or a
             lazy module has not set its own yet.
+        UnsupportedError: A parameter consists of several tensors, such as those of torchao.
     """
     if lazy := [name for name, param in root.named_parameters() if isinstance(param, UninitializedParameter)]:
         raise ConfigError(
             f"parameter {lazy[0]!r} has no shape yet: a lazy module sets it in its first forward, and memory is reserved before. "
             f"Call the model once on an example, in setup() or earlier."
         )
+    for name, param in root.named_parameters():
+        if is_traceable_wrapper_subclass(param):
+            raise UnsupportedError(
+                f"parameter {name!r} is a {type(param).__name__}: its content is several tensors, as torchao quantizes. Only "
+                f"weights of one tensor are offloaded. Load the model without quantization, or with layers of bitsandbytes."
+            )
     repeated = {id(m) for m in _block_modules(root, block_cls)}
     specs: list[BlockSpec] = []
     owner: dict[int, BlockSpec] = {}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.runtime import quantized
 from lightning_hetero.strategies.namespaces import lightning_of
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
             if buffer not in moved:  # modules may share one
                 moved[buffer] = buffer.to(device)
             part._buffers[key] = moved[buffer]
+    quantized.to_device(module, device)
 
 
 def optimizers_to_host(optimizers: Iterable[Optimizer]) -> None:

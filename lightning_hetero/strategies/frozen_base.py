@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.convert.importing import adapter_names
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime import quantized
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.session import Session
@@ -43,10 +44,12 @@ class Excluded(TypedDict):
     Attributes:
         shape: Its shape.
         sample: Some of its elements, see [Note: Which base it is].
+        quantization: A digest of a quantized weight's scales; empty for others.
     """
 
     shape: list[int]
     sample: Tensor
+    quantization: str
 
 
 class FrozenBase:
@@ -109,7 +112,11 @@ class FrozenBase:
         samples = self._samples or {}
         frozen = {name: param for name, param in self._named() if name in samples and not param.requires_grad}
         same = {name: param.shape for name, param in frozen.items() if _equal(samples[name], _sample(param))}
-        return {name: {"shape": list(shape), "sample": samples[name]} for name, shape in same.items()}
+        scales = quantized.digests(self._root)
+        return {
+            name: {"shape": list(shape), "sample": samples[name], "quantization": scales.get(name, "")}
+            for name, shape in same.items()
+        }
 
     def check(self, excluded: Mapping[str, Excluded]) -> None:
         """Refuses a model that does not have what a checkpoint leaves out.
@@ -133,7 +140,13 @@ class FrozenBase:
                 raise ConfigError(
                     f"{left_out}; {name!r} is {row['shape']} there, {shape} here. Load the checkpoint into the same model."
                 )
-        if different := [name for name, row in excluded.items() if not _equal(row["sample"], _sample(params[name]))]:
+        scales = quantized.digests(self._root)
+        different = [
+            name
+            for name, row in excluded.items()
+            if not _equal(row["sample"], _sample(params[name])) or row["quantization"] != scales.get(name, "")
+        ]
+        if different:
             raise ConfigError(f"{left_out}; other values than when it was saved: {_some(different)}. {remedy}")
 
     @property
@@ -156,7 +169,8 @@ class FrozenBase:
 
 def without(state: Mapping[str, Tensor], excluded: Collection[str]) -> dict[str, Tensor]:
     """A state without parameters and what quantized ones add to it, such as ``weight.absmax``."""
-    return {name: value for name, value in state.items() if not _names(name).intersection(excluded)}
+    gone = {*excluded, *quantized.keys_of(excluded)}
+    return {name: value for name, value in state.items() if gone.isdisjoint(_names(name))}
 
 
 def excluded_of(checkpoint: Mapping[str, object]) -> dict[str, Excluded] | None:
@@ -179,7 +193,8 @@ def check_keys(missing: Collection[str], unexpected: Collection[str], excluded: 
     Raises:
         RuntimeError: Names them.
     """
-    missing = [name for name in missing if not _names(name).intersection(excluded)]
+    gone = {*excluded, *quantized.keys_of(excluded)}
+    missing = [name for name in missing if gone.isdisjoint(_names(name))]
     if missing or unexpected:
         what = [f"Missing key(s) in state_dict: {_some(missing)}."] if missing else []
         what += [f"Unexpected key(s) in state_dict: {_some(unexpected)}."] if unexpected else []
@@ -187,11 +202,9 @@ def check_keys(missing: Collection[str], unexpected: Collection[str], excluded: 
 
 
 def _is_table(found: object) -> TypeGuard[dict[str, Excluded]]:
+    kinds = {"shape": list, "sample": Tensor, "quantization": str}
     return isinstance(found, dict) and all(
-        isinstance(name, str)
-        and isinstance(row, dict)
-        and isinstance(row.get("shape"), list)
-        and isinstance(row.get("sample"), Tensor)
+        isinstance(name, str) and isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in kinds.items())
         for name, row in found.items()
     )
 

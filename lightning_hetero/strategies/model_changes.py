@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime import quantized
 from lightning_hetero.untyped import Options
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ModelChanges:
         described = [_described(*row) for row in zip(optimizers, self._groups, strict=True)]
         self._made_as: Options = {"model": _digest(module), "optimizers": described}
         self._made_as["schedulers"] = [_scheduled(config) for config in schedulers]
+        self._made_as["quantization"] = quantized.digests(module)
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # absent in old stores
 
@@ -93,6 +95,13 @@ class ModelChanges:
         made = None if self._record is None else self._record.get("made")  # absent in old stores
         if made is None or made["model"] != self._made_as["model"]:
             return
+        kept, scales = made.get("quantization", {}), self._made_as["quantization"]  # absent in old stores
+        if kept and (other := [name for name in kept if scales.get(name) != kept[name]]):
+            raise ConfigError(
+                f"the scales of the quantized weight {other[0]!r} are not those that the store's weights belong to. The store does "
+                f"not have them, because quantizing the same weights gives them again. Resume with the base model that training "
+                f"began with."
+            )
         ours, theirs = self._made_as["optimizers"], made["optimizers"]
         if len(ours) != len(theirs):
             raise ConfigError(f"the model has {len(ours)} optimizers, the store {len(theirs)}. Resume with the same ones.")

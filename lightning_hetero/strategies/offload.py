@@ -19,6 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
+from lightning_hetero.runtime import quantized
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -62,6 +63,7 @@ class OffloadRun:
         self.session: Session | None = None
         self.training: Training | None = None  # the steps of the current fit
         self._retry: StepRetry | None = None
+        self._quantized: list[quantized.Handle] = []  # of layers of bitsandbytes, from setup to teardown
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
         self._heads: ChunkedCausalLMs | None = None  # from setup to teardown
@@ -232,6 +234,7 @@ class OffloadRun:
     def _placed(self, session: Session) -> None:
         """The session has started, and the model has its content."""
         self.built = None
+        self._quantized = quantized.follow(self.module)
         self._retry = self._retries(session)
         self._move_rest()  # buffers that had no content before
         self._imported = weakref.ref(self.module)
@@ -340,6 +343,9 @@ class OffloadRun:
                 callbacks_of(trainer).remove(self._callback)
         if self.session is not None and not self._parks(self.session):
             self._forget_session(self.session)
+        for layer in self._quantized:
+            layer.remove()
+        self._quantized = []
         strategy = self.strategy
         if strategy.root_device.type != "cpu" and strategy.lightning_module is not None:
             move_rest(strategy.lightning_module, torch.device("cpu"))
@@ -381,7 +387,7 @@ class OffloadRun:
         self.session = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), **dict.fromkeys(("session", "training", "_retry", "built", "_imported"))}
+        return {**vars(self), **dict.fromkeys(("session", "training", "_retry", "built", "_imported")), "_quantized": []}
 
     # ---- while there is a session, and after it -------------------------------------------------
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import OffloadedAccessError
+from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.activations.names import has_storage, leaves
 from lightning_hetero.runtime.activations.operators import OperatorMode
 from lightning_hetero.runtime.activations.saved import Layout
@@ -227,7 +228,7 @@ class _Watch(OperatorMode):
     ) -> object:
         if self._last is not None:
             self.finish()
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {})) if func.namespace == "aten" else foreign.run(func, args, kwargs or {})
         if func is _CAST:
             weight = args[0]
             if isinstance(weight, Tensor) and isinstance(made, Tensor) and is_half_cast(weight, made):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hetero.ir.plan import Saved
+from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage, leaves
 from lightning_hetero.runtime.activations.saved import Layout, SavedTensor
 from lightning_hetero.untyped import Operator
@@ -154,7 +155,7 @@ class Watch(OperatorMode):
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {})) if func.namespace == "aten" else foreign.run(func, args, kwargs or {})
         if func in _OURS or not self._inside():
             return out
         given = [leaf for leaf in leaves((args, kwargs)) if has_storage(leaf, self._device_type)]
@@ -193,17 +194,21 @@ class Spare(OperatorMode):
         super().__init__()
         self._record, self._inside, self._place, self._astray = record, inside, 0, False
 
+    @staticmethod
+    def _run(func: Operator, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        return func(*args, **kwargs) if func.namespace == "aten" else foreign.run(func, args, kwargs)
+
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         if self._astray or func in _OURS or not self._inside():
-            return func(*args, **(kwargs or {}))
+            return self._run(func, args, kwargs or {})
         order = self._record.order
         while self._place < len(order) and order[self._place] is not func and order[self._place] in _NEVER_SPARED:
             self._place += 1  # autocast has this cast in its cache now
         if self._place >= len(order) or order[self._place] is not func:
             self._astray = func not in _NEVER_SPARED
-            return func(*args, **(kwargs or {}))
+            return self._run(func, args, kwargs or {})
         ran = self._record.spared.get(self._place)
         self._place += 1
         if ran is not None:
@@ -212,7 +217,7 @@ class Spare(OperatorMode):
                 if ran.random is not None:
                     ran.random.restore()
                 return _replaced(ran.result, lambda leaf: tensors.get(id(leaf), leaf))
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
 def _replaced(tree: object, change: Callable[[object], object]) -> object:

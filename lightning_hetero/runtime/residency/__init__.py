@@ -277,7 +277,7 @@ class Parameters:
     def hide(self, block: Block) -> None:
         """Makes the block's parameters handles."""
         for param in block.params():
-            if type(param) is nn.Parameter:
+            if type(param) is not OffloadedParameter:
                 offload(param, self._access[id(param)])
 
     def guard(self, block: Block) -> None:
