@@ -13,9 +13,10 @@ from support.models import quiet_trainer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from lightning_hetero import export_weights
+from lightning_hetero import EmulatedDevice, export_weights
 from lightning_hetero.cli.app import app
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import ConfigError, OffloadedAccessError, UnsupportedError
+from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -148,3 +149,54 @@ def test_several_active_adapters_are_refused(tmp_path: Path) -> None:
     model.set_adapter("other")
     export_weights(model, tmp_path / "out", merge=True)
     same(tmp_path / "out", by_peft(model))
+
+
+# ---- in memory --------------------------------------------------------------------------------------------------------------
+
+
+def merging(kind: str, strategy: Any, root: Path, *, inside: bool) -> State:
+    """The weights of the merged model, merged as training ends or after it."""
+    found: State = {}
+
+    class Merges(Lit):
+        def on_train_end(self) -> None:
+            if inside:
+                with torch.no_grad():
+                    found.update(by_peft(self.model))
+
+    torch.manual_seed(3)
+    module = Merges(lambda: peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), CONFIGS[kind]()))
+    quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=root).fit(module, llama.batches())
+    with torch.no_grad():
+        return found if inside else by_peft(module.model)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("plan", ["host", "disk", "device", "parked"])
+def test_merge_and_unload_gives_the_same_weights_under_every_plan(
+    plan: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plan == "parked":  # the model stays on disk after the fit
+        monkeypatch.setattr(Session, "_fits_memory", lambda session: False)
+
+    def strategy() -> Any:
+        if plan == "device":
+            return HeteroOffloadStrategy("disk", device=EmulatedDevice(memory="8MiB"))
+        return HeteroOffloadStrategy("disk" if plan == "parked" else plan)
+
+    for inside in (True, False):
+        expected = merging(kind, "auto", tmp_path, inside=inside)
+        got = merging(kind, strategy(), tmp_path, inside=inside)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_merging_on_a_device_outside_no_grad_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    class Merges(Lit):
+        def on_train_end(self) -> None:
+            self.model.merge_and_unload()
+
+    module = Merges(lambda: peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), lora()))
+    strategy = HeteroOffloadStrategy("disk", device=EmulatedDevice(memory="8MiB"))
+    with pytest.raises(OffloadedAccessError, match=r"under torch.no_grad\(\)"):
+        quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path).fit(module, llama.batches())

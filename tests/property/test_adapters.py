@@ -69,7 +69,7 @@ class Case:
     precision: str
     tied: bool
     accumulate: int
-    checkpointed: bool
+    checkpointed: str  # how activations are checkpointed: "", "reentrant", "not reentrant", "prepared" (for quantized training)
     everything: bool  # the optimizer has all parameters, as ``AdamW(self.parameters())``
     frees: bool  # then part of the base is set free later
 
@@ -97,10 +97,14 @@ class Module(llama.LitLlama):
     def __init__(self, case: Case, optimizer: Callable[[Any], Any]) -> None:
         def build() -> Any:
             torch.manual_seed(3)
-            model = KINDS[case.kind](llama.LlamaForCausalLM(llama.config(tied=case.tied)))
-            if case.checkpointed:
+            model = llama.LlamaForCausalLM(llama.config(tied=case.tied))
+            how = {"use_reentrant": case.checkpointed == "reentrant"}
+            if case.checkpointed == "prepared":
+                model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=how)
+            model = KINDS[case.kind](model)
+            if case.checkpointed.endswith("reentrant"):
                 model.enable_input_require_grads()
-                model.gradient_checkpointing_enable({"use_reentrant": False})
+                model.gradient_checkpointing_enable(how)
             return model
 
         super().__init__(build)
@@ -172,7 +176,7 @@ CASES = st.builds(
     precision=st.sampled_from(["32-true", "bf16-mixed", "bf16-true"]),
     tied=st.booleans(),
     accumulate=st.sampled_from([1, 1, 2]),
-    checkpointed=st.booleans(),
+    checkpointed=st.sampled_from(["", "", "reentrant", "not reentrant", "prepared"]),
     everything=st.booleans(),
     frees=st.booleans(),
 )
