@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.raw_memory import memory_of
@@ -56,6 +57,31 @@ def _in_their_autocast(module: nn.Module) -> list[Handle]:
         module.register_forward_pre_hook(foreign.layer_begins),
         module.register_forward_hook(foreign.layer_ends, always_call=True),
     ]
+
+
+def quantize(root: nn.Module) -> None:
+    """Lets layers quantize their weights, as they do when plain Lightning moves a model.
+
+    Raises:
+        UnsupportedError: A layer is on the meta device.
+    """
+    for name, module in root.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or not _is_to_quantize(weight):
+            continue
+        if weight.is_meta:
+            raise UnsupportedError(
+                f"the {type(module).__name__} {name!r} is on the meta device, and quantizing needs its values. Build the model in "
+                f"memory, or without quantization."
+            )
+        module.to("cpu")
+
+
+def _is_to_quantize(weight: nn.Parameter) -> bool:
+    own = vars(weight)
+    if "bnb_quantized" in own:
+        return not own["bnb_quantized"]
+    return "SCB" in own and not own.get("has_fp16_weights", True) and weight.dtype != torch.int8
 
 
 class _Weights:

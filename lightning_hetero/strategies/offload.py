@@ -185,6 +185,7 @@ class OffloadRun:
         strategy = self.strategy
         with nullcontext() if self.built is None else self.built.observed():
             strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
+            quantized.quantize(module)
         if fits:
             self._leave_room_for_reference()
         content = self._content()

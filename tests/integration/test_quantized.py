@@ -27,22 +27,23 @@ from support import llama
 STEPS = 4
 
 
-def linear4(module: nn.Linear, *, double: bool) -> nn.Module:
+def linear4(module: nn.Linear, *, double: bool, late: bool = False) -> nn.Module:
     options = {"quant_type": "nf4", "compress_statistics": double}
     layer: nn.Module = bnb.nn.Linear4bit(
         module.in_features, module.out_features, bias=False, compute_dtype=torch.float32, **options
     )
-    layer.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, **options).to("cpu")
-    return layer
+    layer.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, **options)
+    return layer if late else layer.to("cpu")
 
 
-def linear8(module: nn.Linear) -> nn.Module:
+def linear8(module: nn.Linear, *, late: bool = False) -> nn.Module:
     layer: nn.Module = bnb.nn.Linear8bitLt(module.in_features, module.out_features, bias=False, has_fp16_weights=False)
-    layer.weight = bnb.nn.Int8Params(module.weight.data, requires_grad=False).to("cpu")
-    return layer
+    layer.weight = bnb.nn.Int8Params(module.weight.data, requires_grad=False)
+    return layer if late else layer.to("cpu")
 
 
 KINDS = {"nf4": partial(linear4, double=False), "nf4 double": partial(linear4, double=True), "int8": linear8}
+LATE = {"nf4 late": partial(linear4, double=True, late=True), "int8 late": partial(linear8, late=True)}  # quantized in setup
 
 
 def build(kind: str, *, seed: int = 3, scale: float = 1.0, checkpointed: bool = False) -> Any:
@@ -55,7 +56,7 @@ def build(kind: str, *, seed: int = 3, scale: float = 1.0, checkpointed: bool = 
             parent, _, last = name.rpartition(".")
             with torch.no_grad():
                 module.weight.mul_(scale)
-            setattr(model.get_submodule(parent), last, KINDS[kind](module))
+            setattr(model.get_submodule(parent), last, (KINDS | LATE)[kind](module))
     if checkpointed:
         model.is_loaded_in_4bit = True
         options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -118,6 +119,18 @@ def test_precisions(kind: str, precision: str, tmp_path: Path) -> None:
     for plan in ("tight", "device", "auto"):
         got = fit(Module(lambda: build(kind)), strategy(plan), tmp_path, precision=precision)
         assert_same(got, expected)
+
+
+@pytest.mark.parametrize("kind", LATE)
+def test_layers_that_are_quantized_when_a_model_is_moved(kind: str, tmp_path: Path) -> None:
+    assert_same(fit(Module(lambda: build(kind)), strategy("disk"), tmp_path), fit(Module(lambda: build(kind)), "auto", tmp_path))
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return build(kind)
+
+    with pytest.raises(UnsupportedError, match=r"on the meta device, and quantizing needs its values"):
+        fit(Module(on_meta), strategy("disk"), tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["tight", "device disk"])
