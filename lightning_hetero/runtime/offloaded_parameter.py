@@ -15,6 +15,7 @@ graph. A read that would build one raises, because its gradient would not reach 
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -82,7 +83,11 @@ class OffloadedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, nn.Parameter]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(materialize(self).to(self.device), self.requires_grad)
+            memo[id(self)] = copied = nn.Parameter(materialize(self).to(self.device), self.requires_grad)
+            if (kind := self.__dict__.get("_hetero_class")) is not None:  # its attributes belong to the values
+                own = {key: value for key, value in self.__dict__.items() if not key.startswith("_hetero")}
+                copied.__class__ = kind
+                copied.__dict__.update(copy.deepcopy(own, memo))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def build(kind: str, *, seed: int = 3, scale: float = 1.0, checkpointed: bool = 
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": llama.WORDS, "max_position_embeddings": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    model = llama.LlamaForCausalLM(llama.LlamaConfig(num_hidden_layers=3, **sizes, **heads))
+    model = llama.LlamaForCausalLM(llama.LlamaConfig(num_hidden_layers=4, **sizes, **heads))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             parent, _, last = name.rpartition(".")
@@ -62,7 +63,7 @@ def build(kind: str, *, seed: int = 3, scale: float = 1.0, checkpointed: bool = 
         options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         model = peft.prepare_model_for_kbit_training(model, **options)
     torch.manual_seed(seed)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
 
 
 class Module(llama.LitLlama):
@@ -164,6 +165,33 @@ def test_checkpoints_of_the_adapters_alone(kind: str, tmp_path: Path) -> None:
     assert_same(got, fit(plain, "auto", tmp_path, ckpt_path=path))
     with pytest.raises(ConfigError, match="other values than when it was saved"):
         fit(Module(lambda: build(kind, scale=2.0)), make(), tmp_path, ckpt_path=path)
+
+
+def copied(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("take", [copied, saved])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_copied_and_saved_whole_while_it_trains(kind: str, take: Any, tmp_path: Path) -> None:
+    tokens, found = torch.arange(12).view(2, 6), []
+
+    class Takes(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                found.append(take(self.model)(tokens).logits)
+
+    for one in ("auto", strategy("tight")):
+        fit(Takes(lambda: build(kind)), one, tmp_path, max_steps=2)
+    assert len(found) == 4
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
 
 
 def test_merging_a_quantized_layer_while_it_is_exported_is_refused(tmp_path: Path) -> None:
