@@ -21,6 +21,7 @@ from support.effort import limit_search
 
 PRELOADED = (
     *scratch.PRELOADED,
+    "lightning_hetero.strategies.hetero_offload",  # which a script would import only when it makes the strategy
     "pytorch_lightning",
     "lightning_hetero.planners.holistic",
     "transformers",
