@@ -51,11 +51,7 @@ class Budgets:
         return least_bytes(self._placer().needs(plan))
 
     def fitting(self, plan: Plan) -> Plan:
-        """The plan as it would run here; see :meth:`Placer.fitting`.
-
-        Raises:
-            ConfigError: The plan does not fit the model.
-        """
+        """The plan as it would run here; see :meth:`Placer.fitting`."""
         return self._placer().fitting(plan)
 
     @property

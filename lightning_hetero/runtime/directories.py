@@ -67,11 +67,7 @@ class Directories:
         return self._make(path, manifest, needed, layout=layout, resume=resume, remedy=remedy)
 
     def make_ready(self, store: TierStore, placement: Placement, *, trains: bool, kept: bool) -> None:
-        """Checks the room for another plan's files, before anything moves.
-
-        Raises:
-            OutOfDiskError: There is too little.
-        """
+        """Checks the room for another plan's files, before anything moves."""
         if store.files.directory is None:
             directory = self.of_blocks(placement, trains=trains, kept=kept)
             if directory is not None:

@@ -147,9 +147,6 @@ class Initializer:
         """Sets a block's parameters on the meta device, and the buffers of their modules.
 
         Returns names of parameters that are in files and have not been read yet.
-
-        Raises:
-            ConfigError: A ``reset_parameters`` leaves something unset.
         """
         params = params_of(block)
         mine = {id(p) for n, p in params.items() if n in names}
@@ -166,11 +163,7 @@ class Initializer:
         return later
 
     def set_buffers(self) -> None:
-        """Sets buffers on the meta device whose modules have no parameters to set.
-
-        Raises:
-            ConfigError: A ``reset_parameters`` leaves something unset.
-        """
+        """Sets buffers on the meta device whose modules have no parameters to set."""
         for name, module in _children_first(self._root, "(root)"):
             if any(b.is_meta for b in _own_buffers(module)):
                 self._set(name, module, {})

@@ -144,9 +144,6 @@ class Autoplan:
         """A fit is about to start.
 
         The plan of an earlier fit stays if the model has the same blocks.
-
-        Raises:
-            PlanError: The planner has no plan for a machine of this kind.
         """
         check_machine(self.planner, "CPU", shared_memory=session.options.device is None)
         self._times.clear()
@@ -171,10 +168,6 @@ class Autoplan:
         """A training batch is about to begin.
 
         Returns the plan if a new one has just come into force.
-
-        Raises:
-            PlanError: No plan fits. Nothing has changed.
-            ConfigError: The planner lacks a package.
         """
         self.abandon_batch()
         self._check_batch(batch)

@@ -170,11 +170,7 @@ class TrainingData:
         self._settle(combined)
 
     def draw(self, combined: Loader) -> Value:
-        """The iterator's next batch.
-
-        Raises:
-            StopIteration: There is none.
-        """
+        """The iterator's next batch."""
         if self._is_settled or self._is_lost:
             batch = next(combined)
             self._drawn += 1
@@ -280,11 +276,7 @@ class TrainingData:
     # ---- resumes -----------------------------------------------------------------------------
 
     def go_on(self, data: Options, ready: int) -> None:
-        """Restores the position of a record.
-
-        Raises:
-            ConfigError: The dataloaders are not those that training began with.
-        """
+        """Restores the position of a record."""
         loop = self._trainer.fit_loop
         try:
             # Lightning's loop adds the epoch's ready batches to those that are fetched.
@@ -412,9 +404,6 @@ def restore_validation(trainer: Trainer, state: Options) -> None:
     """Restores validation's dataloaders to the result of :func:`validation_state`.
 
     Persistent workers start now: the next validation must draw no base seed for them.
-
-    Raises:
-        ConfigError: The dataloaders are not those of the first run.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     if loop._combined_loader is None:

@@ -199,11 +199,7 @@ class LoaderState:
         return {"states": states, "attributes": changed}
 
     def set(self, memory: Mapping[str, Value]) -> None:
-        """Sets the result of :meth:`take`.
-
-        Raises:
-            ConfigError: The dataloaders lack one of its samplers or datasets.
-        """
+        """Sets the result of :meth:`take`."""
         for name, state in memory["states"].items():
             self._find(name, self._stateful).load_state_dict(state)
         self.set_attributes(memory)

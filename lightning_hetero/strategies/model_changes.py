@@ -181,11 +181,7 @@ class ModelChanges:
 
     @contextmanager
     def in_groups(self) -> Iterator[None]:
-        """In the context the optimizers have the groups of the record.
-
-        Raises:
-            ConfigError: They were made with other groups than the store's.
-        """
+        """In the context the optimizers have the groups of the record."""
         made = [optimizer.param_groups for optimizer in self._optimizers]
         self._regroup()
         try:

@@ -125,11 +125,7 @@ class FitPlanning:
             return None
 
     def iteration_s(self, plan: Plan, machine: HardwareProfile) -> float:
-        """Predicted seconds of a step under a plan.
-
-        Raises:
-            PlanError: It does not fit the machine.
-        """
+        """Predicted seconds of a step under a plan."""
         plan = fitted(plan, self.model.shape(), device=not machine.shared_memory)
         return self._prediction(plan, machine).iteration_s
 

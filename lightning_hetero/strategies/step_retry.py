@@ -256,11 +256,7 @@ class StepRetry:
             return loss if batch.backward is None else batch.backward(loss)
 
     def _give_up_step(self, error: BaseException) -> None:
-        """Discards the step's results, and changes to a plan that needs less of the device.
-
-        Raises:
-            BatchMemoryError: The step cannot be repeated, or no lesser plan is left.
-        """
+        """Discards the step's results, and changes to a plan that needs less of the device."""
         where = self._outside or self._executor.where
         self._refuse(error, where)
         self._change_plan(error, where, self._before_step, trains=True)

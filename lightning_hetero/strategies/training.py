@@ -119,12 +119,7 @@ class Training:
         )
 
     def _follow_clipping(self, trainer: pl.Trainer) -> None:
-        """A callback has changed how the Trainer clips gradients: applies that from this batch on.
-
-        Raises:
-            OutOfMemoryBudgetError: Updates must wait for all gradients now, which do not fit the
-                budget.
-        """
+        """A callback has changed how the Trainer clips gradients, from this batch on."""
         self._clipping = _clipping_of(trainer)
         log.info(
             "from this batch on gradients are clipped by gradient_clip_val=%s, gradient_clip_algorithm=%s.",

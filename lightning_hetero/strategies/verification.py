@@ -305,11 +305,7 @@ def _check_memory(needed: int, what: str) -> None:
 def _twin_optimizer(
     optimizer: Optimizer, twins: dict[int, nn.Parameter], place: Callable[[Tensor], torch.device] | None
 ) -> Optimizer:
-    """An ordinary optimizer of the reference's parameters, with the same state.
-
-    Raises:
-        UnsupportedError: It runs other optimizers, which would not be copied.
-    """
+    """An ordinary optimizer of the reference's parameters, with the same state."""
     if inner := next(held(optimizer), None):
         raise UnsupportedError(
             f"verify=N repeats steps with a copy of the optimizer, and {type(optimizer).__name__} runs another one "

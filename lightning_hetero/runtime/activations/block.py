@@ -194,11 +194,7 @@ class BlockActivations:
         self.names = OperatorNames()
 
     def enter(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """A forward begins; the block's parameters are where they will be during it.
-
-        Raises:
-            UnsupportedError: Saved-tensors hooks cannot be used here (``torch.func``).
-        """
+        """A forward begins; the block's parameters are where they will be during it."""
         running = self._model.running
         around = next((use for _, use in reversed(running) if isinstance(use, Rerunning)), None)
         use: Use | Inner | None = None

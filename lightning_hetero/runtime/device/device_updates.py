@@ -62,11 +62,7 @@ class DeviceUpdates:
     # ---- a session's begin and end ---------------------------------------------------------------
 
     def keep(self, part: Part) -> None:
-        """Moves the part's state to the device to stay; the system gets the engine's pages back.
-
-        Raises:
-            DeviceMemoryError: The device is too small for it.
-        """
+        """Moves the part's state to the device to stay; the system gets the engine's pages back."""
         self._store.barrier(part)
         self._bring(part, self._take(part, kept=True))
         part.state_home = self
@@ -111,11 +107,7 @@ class DeviceUpdates:
     # ---- ops -------------------------------------------------------------------------------------
 
     def swap_in(self, block: Block) -> list[Ticket]:
-        """SWAP_IN state (run on ``h2d``): copies the block's state to new device memory.
-
-        Raises:
-            DeviceMemoryError: There is no room.
-        """
+        """SWAP_IN state (run on ``h2d``): copies the block's state to new device memory."""
         for part in self._borrowers(block):
             if part not in self._states:  # else it is here since a step that ended without updates
                 self._bring(part, self._take(part, kept=False))

@@ -56,9 +56,6 @@ class HostGradients:
         """GRAD: takes the gradients of the block's backward, and leaves ``param.grad = None``.
 
         The op of its run waits for a mark, and for the update whose memory it takes.
-
-        Raises:
-            UnsupportedError: A gradient is not dense; names the parameter.
         """
         arrivals: list[_Arrivals] = []
         for part in block.parts:
@@ -220,9 +217,6 @@ class HostGradients:
 
         A gradient that was dropped meanwhile (``zero_grad``) is dropped here too; one that was
         replaced is copied.
-
-        Raises:
-            UnsupportedError: A gradient was replaced by one that is not dense.
         """
         for held in [h for h in list(self._held.values()) if h.exposed]:
             held.exposed = False

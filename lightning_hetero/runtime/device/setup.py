@@ -22,11 +22,7 @@ class DeviceSide:
 
 
 def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
-    """The lanes of one device; ``arena_bytes`` of a partitioned one are for weights and state.
-
-    Raises:
-        OutOfMemoryBudgetError: The device has less free.
-    """
+    """The lanes of one device; ``arena_bytes`` of a partitioned one are for weights and state."""
     if device is None:
         return EngineLanes()
     if isinstance(device, EmulatedDevice):

@@ -67,9 +67,6 @@ class DeviceWeights:
         """Moves the block's weights from host memory to the device, to stay.
 
         With ``host_copy`` updates on the CPU write the host's copy; else its pages are given back.
-
-        Raises:
-            DeviceMemoryError: The device is too small for them.
         """
         for part in block.parts:
             copy = self._take(part, kept=True)
@@ -105,9 +102,6 @@ class DeviceWeights:
         """UPLOAD weights (run on ``h2d``, after their FETCH or UPDATE): copies them to the device.
 
         Weights that are there already are renewed in their place; for others memory is taken.
-
-        Raises:
-            DeviceMemoryError: There is no room.
         """
         for part in block.parts:
             known = self._copies.get(part)

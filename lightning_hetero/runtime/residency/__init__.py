@@ -151,11 +151,7 @@ class Residency(ABC):
         self.weights.install(context)
 
     def move_in(self) -> None:
-        """Moves to the device the blocks that live there; others are in host memory or on disk.
-
-        Raises:
-            DeviceMemoryError: The device is too small for it.
-        """
+        """Moves to the device the blocks that live there; others are in host memory or on disk."""
 
     def enter(self) -> None:
         """Gives blocks without a place on the device one."""
@@ -164,11 +160,7 @@ class Residency(ABC):
         """Brings a block back from a device to host and disk; nothing of it is under way."""
 
     def set_aside(self, num_bytes: int) -> None:
-        """Reserves another amount of device memory; if it differs, everything leaves the device.
-
-        Raises:
-            OutOfMemoryBudgetError: The device has less free.
-        """
+        """Reserves another amount of device memory; if it differs, everything leaves the device."""
 
     def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
         """Between two batches: waits for the weights and state that the record of a step names.
