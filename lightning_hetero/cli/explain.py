@@ -156,6 +156,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "forward_only": e.forward_only,
         "placement": [_placement(group, e.plan, e.part) for group in reasons.groups(e.plan)],
         "where": where(e.plan, e.part, shared_memory=e.hardware.shared_memory),
+        "frozen": frozen(e.plan, e.part),
         "tiers": e.use,
         "lanes": e.simulation.busy,
         "waits_s": e.simulation.waits,
@@ -177,6 +178,8 @@ def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **passes, **paper_optimum(e.plan)}))
     screen.print(_placements(e))
     screen.print(_where(e))
+    if rows := frozen(e.plan, e.part):
+        screen.print(_frozen(rows))
     screen.print(_alternatives(e.alternatives, p.iteration_s))
     screen.print(lanes(e.simulation))
     if e.simulation.waits:
@@ -224,6 +227,27 @@ def where(plan: Plan, model: ModelProfile, *, shared_memory: bool) -> dict[str, 
         rows = zip(model.shape().blocks, plan.blocks, strict=True)
         out["mirrors"] = {Tier.DISK.value: sum(mirrored_bytes(shape, placed) for shape, placed in rows)}
     return out
+
+
+def frozen(plan: Plan, model: ModelProfile) -> list[dict[str, Any]]:
+    """The frozen weights, by the slots that they have in the store, and why.
+
+    In memory they have slots only if steps are kept.
+    """
+    sizes: dict[tuple[int, str], int] = {}
+    for block, placed in zip(model.blocks, plan.blocks, strict=True):
+        rest = 0 if block.num_trainable_params else model.weight_bytes(block) - block.in_place_bytes
+        stored = model.kept_every > 0 or placed.weights is Tier.DISK
+        why = (block.copied or _UNKNOWN) if stored else _IN_MEMORY
+        for slots, reason, size in ((0, _IN_PLACE, block.in_place_bytes), (int(stored), why, rest)):
+            if size:
+                sizes[slots, reason] = sizes.get((slots, reason), 0) + size
+    return [{"slots": slots, "bytes": size, "why": why} for (slots, why), size in sorted(sizes.items())]
+
+
+_IN_PLACE = "read in place from safetensors files"
+_IN_MEMORY = "they stay in memory"
+_UNKNOWN = "nothing says that safetensors files have them as they are"
 
 
 def full(use: dict[str, dict[str, int]]) -> list[str]:
@@ -284,6 +308,11 @@ def _where(e: Explanation) -> Table:
     for key, label in (("peak_bytes", "peak of a step"), ("capacity_bytes", "capacity")):
         rows.append((label, *(format_bytes(use[c][key]) if c in use else "" for c in columns)))
     return table("Bytes by tier", ("", *columns), rows, right=columns)
+
+
+def _frozen(rows: Sequence[dict[str, Any]]) -> Table:
+    found = [(format_bytes(row["bytes"]), str(row["slots"]), row["why"]) for row in rows]
+    return table("Frozen weights in the store", ("bytes", "slots", "why"), found, right=("bytes", "slots"))
 
 
 def _alternatives(found: Sequence[reasons.Alternative], iteration_s: float) -> Table:

@@ -82,6 +82,8 @@ class BlockShape:
         transient_bytes: The same.
         cast_bytes: The same.
         operators: The same.
+        in_place_bytes: The same.
+        copied: The same.
     """
 
     name: str
@@ -96,6 +98,8 @@ class BlockShape:
     transient_bytes: int = 0
     cast_bytes: int = 0
     operators: tuple[OperatorProfile, ...] = ()
+    in_place_bytes: int = 0
+    copied: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +171,9 @@ class BlockProfile:
             ones with their scales, fp32 adapters of a 16-bit model; 0: those of the compute dtype.
         gradient_bytes: The same for one full set of its gradients.
         state_bytes: The same for its optimizer state.
+        in_place_bytes: Bytes of its weights that safetensors files have as they are. They are read
+            there, so they take no space in a store.
+        copied: Why its other frozen weights take a slot of a store; empty: nobody knows.
     """
 
     name: str
@@ -186,6 +193,8 @@ class BlockProfile:
     weight_bytes: int = 0
     gradient_bytes: int = 0
     state_bytes: int = 0
+    in_place_bytes: int = 0
+    copied: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +266,8 @@ class ModelProfile:
                 transient_bytes=b.transient_bytes,
                 cast_bytes=b.cast_bytes,
                 operators=b.operators,
+                in_place_bytes=b.in_place_bytes,
+                copied=b.copied,
             )
             for b in self.blocks
         )
@@ -294,7 +305,11 @@ class ModelProfile:
         for key in _MODEL_KEYS[1:]:
             values[key] = number(data[key], key=key, where=source, positive=key == "tokens", whole=True)
         values |= {key: number(data.get(key, 0), key=key, where=source, whole=True) for key in _MODEL_OPTIONAL}
-        return cls(**values, blocks=blocks)
+        model = cls(**values, blocks=blocks)
+        for block in blocks:
+            if block.in_place_bytes > (most := model.weight_bytes(block)):
+                raise ConfigError(f"{source}: in_place_bytes={block.in_place_bytes} of {block.name!r}; allowed: at most {most}.")
+        return model
 
     @classmethod
     def load(cls, path: str | Path) -> ModelProfile:
@@ -330,8 +345,8 @@ def _with(model: ModelProfile, block: BlockProfile, part: BlockProfile | None) -
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
 _MODEL_OPTIONAL = ("kept_every", "batch")
 _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
-_OWN_BYTES = ("cast_bytes", "weight_bytes", "gradient_bytes", "state_bytes")
-_OPTIONAL = ("operators", "backward", "pinned", "sharding", *_OWN_BYTES)
+_OWN_BYTES = ("cast_bytes", "weight_bytes", "gradient_bytes", "state_bytes", "in_place_bytes")
+_OPTIONAL = ("operators", "backward", "pinned", "sharding", "copied", *_OWN_BYTES)
 _BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
 _COUNTS = ("num_params", "num_trainable_params", "activation_bytes", "boundary_bytes", "transient_bytes")
 
@@ -342,7 +357,7 @@ def _row(block: BlockProfile) -> dict[str, Any]:
         del row["sharding"]
     if not block.backward:
         del row["backward"]
-    for key in _OWN_BYTES:
+    for key in (*_OWN_BYTES, "copied"):
         if not row[key]:
             del row[key]
     return row
@@ -373,6 +388,7 @@ def _block_from(row: Any, where: str) -> BlockProfile:
     pinned = row.get("pinned", False)
     if not isinstance(pinned, bool):
         raise ConfigError(f"{where}: pinned={pinned!r}; allowed: true, false.")
+    values["copied"] = _text(row, "copied", where) if row.get("copied") != "" and "copied" in row else ""
     return BlockProfile(**values, operators=parsed, pinned=pinned, sharding=_sharding_from(row.get("sharding"), values, where))
 
 

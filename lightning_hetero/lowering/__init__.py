@@ -3,7 +3,7 @@
 from lightning_hetero.lowering.cache_sizes import CacheSizes, DeviceRoom, cache_sizes, cache_sizes_in_budget
 from lightning_hetero.lowering.check import check
 from lightning_hetero.lowering.lower import lower
-from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots, weight_slots
+from lightning_hetero.lowering.needs import Needs, Purpose, needs_of, needs_of_shape, num_slots, weight_file_bytes
 from lightning_hetero.lowering.placed_blocks import fitted, lent_bytes, mirrored_bytes
 from lightning_hetero.lowering.steady import steady, step_signatures
 from lightning_hetero.lowering.weight_cache import WINDOW, staying
@@ -27,5 +27,5 @@ __all__ = [
     "staying",
     "steady",
     "step_signatures",
-    "weight_slots",
+    "weight_file_bytes",
 ]

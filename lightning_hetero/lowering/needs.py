@@ -172,7 +172,7 @@ def needs_of_shape(
         device={**device, **_largest(d for d, _ in moments)},
         host={**host, **_largest(h for _, h in moments)},
         disk={
-            Purpose.WEIGHTS: sum(weight_slots(p.shape, model.kept_every) * p.shape.weight_bytes for p in placed if p.on_disk),
+            Purpose.WEIGHTS: sum(weight_file_bytes(p.shape, model.kept_every) for p in placed if p.on_disk),
             Purpose.STATE: sum(slots * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
             Purpose.MIRRORS: mirror_file_bytes(plan, model),
@@ -188,9 +188,12 @@ def num_slots(kept_every: int) -> int:
     return 2 if kept_every <= 1 else 3
 
 
-def weight_slots(shape: BlockShape, kept_every: int) -> int:
-    """Slots on disk for a block's weights: one if the block has no trained parameter."""
-    return num_slots(kept_every) if shape.num_trainable_params else 1
+def weight_file_bytes(shape: BlockShape, kept_every: int) -> int:
+    """Bytes of all slots of a block's weights.
+
+    A block without a trained parameter has one slot, and what is read in place has none.
+    """
+    return (num_slots(kept_every) if shape.num_trainable_params else 1) * (shape.weight_bytes - shape.in_place_bytes)
 
 
 def mirror_file_bytes(plan: Plan, model: ModelShape) -> int:
@@ -198,7 +201,7 @@ def mirror_file_bytes(plan: Plan, model: ModelShape) -> int:
     if not model.kept_every:
         return 0
     rows = list(zip(model.blocks, plan.blocks, strict=True))
-    weights = sum(weight_slots(b, model.kept_every) * b.weight_bytes for b, p in rows if p.weights is not Tier.DISK)
+    weights = sum(weight_file_bytes(b, model.kept_every) for b, p in rows if p.weights is not Tier.DISK)
     return weights + num_slots(model.kept_every) * sum(b.state_bytes for b, p in rows if p.state is not Tier.DISK)
 
 

@@ -267,6 +267,8 @@ def model_profile(
                 weight_bytes=block.weight_bytes * own,
                 gradient_bytes=block.gradient_bytes * own,
                 state_bytes=block.state_bytes * own,
+                in_place_bytes=min(block.in_place_bytes, block.weight_bytes if own else block.num_params * compute_itemsize),
+                copied=block.copied,
             )
         )
     return ModelProfile(

@@ -94,7 +94,10 @@ class ModelSetup:
         for block in self.blocks:
             first = block.name in self._unset and self._initializer.reads_first(block.rest or block, self._made_on_meta)
             for part in block.parts:
-                if part.slots > 1 or block.name not in self._unset:
+                if part.slots > 1:
+                    continue
+                if block.name not in self._unset:
+                    part.copied = "they were in memory when training began"
                     continue
                 places = {n: self._initializer.place(n) for n in part.names if n in self._made_on_meta}
                 found = [place for place in places.values() if place is not None]
@@ -103,7 +106,9 @@ class ModelSetup:
                     rows = zip(part.offsets, found, part.params, strict=True)
                     width = part.dtype.itemsize
                     part.in_place = in_place({offset * width: (place, p.nbytes) for offset, place, p in rows}, known)
-                elif found:
+                else:
+                    part.copied = why
+                if why and found:
                     copied[why] = copied.get(why, 0) + part.weight_bytes
         size = sum(part.weight_bytes for block in self.blocks for part in block.parts if part.in_place is not None)
         if size:

@@ -44,6 +44,11 @@ class Rule(Enum):
     WHOLE = "whole"  # the optimizer's own code, once for all its parameters
 
 
+def owners_of(bindings: Iterable[OptimizerBinding]) -> dict[int, OptimizerBinding]:
+    """The optimizer of each parameter that trains, by the parameter's ``id``."""
+    return {id(p): b for b in bindings for p in b.trained()}
+
+
 class OptimizerBinding:
     """One of the user's optimizers.
 

@@ -27,7 +27,7 @@ from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
-from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.engine_options import staging_bytes
@@ -87,7 +87,7 @@ class Placer:
     ) -> None:
         self._profile, self._kept_every = profile, kept_every
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
-        self.owners: Owners = {id(p): b for b in bindings for p in b.trained()}
+        self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
 
@@ -104,6 +104,8 @@ class Placer:
                 gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad and self._bindings),
                 state_bytes=sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts),
                 pinned=block.spec.pinned,
+                in_place_bytes=sum(p.weight_bytes for p in block.parts if p.in_place is not None),
+                copied="; ".join(dict.fromkeys(p.copied for p in block.parts if p.copied and p.slots == 1 and p.in_place is None)),
             )
             if (seen := known.get(block.name)) is not None:
                 sizes = replace(

@@ -36,7 +36,7 @@ from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
-from lightning_hetero.runtime.optimizers import OptimizerBinding
+from lightning_hetero.runtime.optimizers import OptimizerBinding, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.parameter_data import Watched, forget, watch
 from lightning_hetero.runtime.parked import ParkedAnchors
@@ -138,14 +138,15 @@ class Session(Budgets):
         self.steps = KeptSteps(self.blocks, self.bindings, self.options, wanted=wanted, obstacle=self._obstacle)
         if self._fits:
             self._last_steps = self.steps
-        placer, parked, plans = self._placer(), self.executor, self.options.plans
+        parked, plans = self.executor, self.options.plans
         if parked is not None:
             self._forget_anchors()
             parked.finish()
             parked.stop()
         if parked is None or self._fits:
-            set_slots(self.blocks, placer.owners)
+            set_slots(self.blocks, owners_of(self.bindings))
             self._setup.find_in_place()
+        placer = self._placer()
         if parked is not None and not self._fits:
             in_force = parked.plan
             plans = (lambda _: in_force,)  # everything is where that plan has put it

@@ -14,7 +14,7 @@ from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
-from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.live.blocks import Block, Part
@@ -74,7 +74,7 @@ class Updater:
 
     def own(self, bindings: Iterable[OptimizerBinding]) -> None:
         """Learns which optimizer trains which parameter."""
-        self.owners = {id(p): b for b in bindings for p in b.trained()}
+        self.owners = owners_of(bindings)
 
     def begin_step(self) -> None:
         """Begins a step. Hyper-parameters may have changed since the last one."""

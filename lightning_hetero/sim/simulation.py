@@ -14,7 +14,7 @@ from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Phase, Schedule
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
-from lightning_hetero.lowering import lent_bytes, mirrored_bytes, num_slots, weight_slots
+from lightning_hetero.lowering import lent_bytes, mirrored_bytes, num_slots, weight_file_bytes
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.sim.event_loop import EventLoop, SimulatedStep, busy_s
 from lightning_hetero.sim.links import SharedRates
@@ -151,7 +151,7 @@ def disk_bytes(plan: Plan, model: ModelProfile, *, kept_every: int = 0, shared_m
     """
     total, slots = 0, num_slots(kept_every)
     for block, shape, placed in zip(model.blocks, model.shape().blocks, plan.blocks, strict=True):
-        total += weight_slots(shape, kept_every) * shape.weight_bytes * (kept_every > 0 or placed.weights is Tier.DISK)
+        total += weight_file_bytes(shape, kept_every) * (kept_every > 0 or placed.weights is Tier.DISK)
         total += slots * shape.state_bytes * (kept_every > 0 or placed.state is Tier.DISK)
         total += saved_bytes(block, placed, shared_memory=shared_memory).to_disk
     return total

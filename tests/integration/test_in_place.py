@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.frozen import FROZEN, RECIPE, Change, Changed, by_hand, fit, loads, loads_the_same, slots_of, unfreezes
@@ -84,6 +85,35 @@ def test_frozen_weights_are_not_copied(plan: Any, folder: Path, content: dict[st
     exported = WeightFiles.open(tmp_path / "exported").tensors
     for name, value in plain.weights.items():
         assert torch.equal(exported[name].read(), value), name
+
+
+class Sizes(pl.Callback):
+    """What the plan in force needs on the disk, and what the measured profile would say of the blocks."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        session: Any = trainer.strategy.session  # type: ignore[attr-defined]
+        frozen = [b for b in session.executor.model.blocks if any(b.name == f"model.blocks.{i}" for i in FROZEN)]
+        self.rows = [(b.weight_bytes, b.in_place_bytes, b.copied) for b in frozen]
+        self.disk = session._placer().needs(session.executor.plan).disk
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=IDS)
+def test_the_account_of_a_plan_has_no_slot_of_them(plan: Any, folder: Path, content: dict[str, Tensor], tmp_path: Path) -> None:
+    found = []
+    halved = write(content, tmp_path / "half", torch.bfloat16)
+    for weights in (folder, halved, None):
+        sizes = Sizes()
+        strategy = offload(plan, tmp_path / str(weights and weights.name), weights) if weights else HeteroOffloadStrategy("host")
+        if weights is None:
+            fit(tmp_path, strategy, more=(sizes,))
+        else:
+            train(tmp_path, strategy, more=(sizes,))
+        found.append(sizes)
+    ours, copied, in_memory = found
+    assert [(size, why) for _, size, why in ours.rows] == [(size, "") for size, *_ in ours.rows]
+    assert {row[1:] for row in copied.rows} == {(0, "they are torch.float32, in the files torch.bfloat16")}
+    assert {row[1:] for row in in_memory.rows} == {(0, "they were in memory when training began")}
+    assert sum(copied.disk.values()) - sum(ours.disk.values()) == sum(size for size, *_ in ours.rows)
 
 
 @pytest.mark.parametrize("change", [by_hand, loads, unfreezes])

@@ -130,7 +130,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.DEVICE_GRADIENTS: on_device * gradients,
         Quantity.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
         Quantity.HOST_SAVED: saved.to_host,
-        Quantity.DISK_HELD: 2 * (on_disk * weights + read * state) + saved.to_disk,
+        Quantity.DISK_HELD: on_disk * (2 if params else 1) * (weights - block.in_place_bytes) + 2 * read * state + saved.to_disk,
         Quantity.FORWARD_S: block.forward_s,
     }
     return np.fromiter(taken.values(), np.float64, len(Quantity))

@@ -88,5 +88,5 @@ class PlanBounds:
 def _kind(block: BlockProfile) -> object:
     """All that decides what a block takes."""
     stored = (block.num_params, block.num_trainable_params, block.weight_bytes, block.gradient_bytes, block.state_bytes)
-    sizes = (*stored, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
+    sizes = (*stored, block.in_place_bytes, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
     return (*sizes, block.operators, block.pinned, block.forward_s, block.backward_s, block.forward_flop)

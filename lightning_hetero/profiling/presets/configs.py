@@ -1,9 +1,11 @@
-"""A model from the ``config.json`` of a Hugging Face model, without its weights."""
+"""A model from the ``config.json`` of a Hugging Face model, without reading its weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.codec import parse_object, read_text
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -12,6 +14,8 @@ from lightning_hetero.profiling.presets.transformers import profile
 from lightning_hetero.profiling.presets.tuning import TunedModel, Tuning
 
 _FILE = "config.json"
+_ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of floating point dtypes in safetensors files
+_HEADER_BYTES_MAX = 100_000_000  # the safetensors package's limit
 
 
 def from_config(
@@ -20,7 +24,8 @@ def from_config(
     """The profile of a causal language model and its adapters.
 
     Families that ``families.KNOWN`` names are read from the file. Others are built by transformers
-    on the meta device, without memory; their activations are estimated.
+    on the meta device, without memory; their activations are estimated. Frozen weights that
+    safetensors files beside the config have with this width are read in place.
 
     Args:
         path: A ``config.json``, or a folder that has one.
@@ -31,7 +36,7 @@ def from_config(
         itemsize: 2 for 16 bit, 4 for fp32.
 
     Raises:
-        ConfigError: The file cannot be read, a key is missing or out of range, a target names no
+        ConfigError: A file cannot be read, a key is missing or out of range, a target names no
             module, or transformers does not know the architecture.
         UnsupportedError: The architecture is unknown and transformers is not installed.
     """
@@ -43,5 +48,22 @@ def from_config(
 
         layout = meta_models.layout(config)
     name = file.absolute().parent.name if file.name == _FILE else file.stem
-    model = TunedModel(layout=layout, tuning=tuning)
+    model = TunedModel(layout=layout, tuning=tuning, copied=_difference(file.absolute().parent, itemsize))
     return profile(name or file.stem, model, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
+
+
+def _difference(folder: Path, itemsize: int) -> str:
+    """Why a model of this width does not have its weights as the folder's files do, or ``""``."""
+    dtypes: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+                header: dict[str, dict[str, str]] = json.loads(opened.read(size if size <= _HEADER_BYTES_MAX else 0))
+            dtypes |= {row["dtype"] for name, row in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{str(file)!r} is not a safetensors file: its header cannot be read. Get the file again.") from error
+    others = sorted(dtype for dtype in dtypes if _ITEMSIZES.get(dtype, itemsize) != itemsize)
+    if others:
+        return f"they have {8 * itemsize} bits, in the files they are {', '.join(others)}"
+    return "" if dtypes else "no safetensors files are beside config.json"

@@ -69,10 +69,13 @@ class TunedModel:
     Attributes:
         layout: The model.
         tuning: What trains.
+        copied: Why frozen weights are not read in place from safetensors files; empty: they are,
+            but for quantized ones.
     """
 
     layout: Layout
     tuning: Tuning = Tuning()
+    copied: str = "their files are not known"
 
     def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
         """The blocks in the order of forward; the trained part of a frozen block before the rest.
@@ -86,7 +89,7 @@ class TunedModel:
             lora.check_saved(self.layout)
         if self.tuning.chunked_head:
             _check_chunks(self.layout, ranks)
-        tuned = (_Tuned(rows, shape, self.tuning, ranks) for rows in self.layout.blocks)
+        tuned = (_Tuned(rows, shape, self.tuning, ranks, self.copied) for rows in self.layout.blocks)
         return tuple(profile for block in tuned for profile in block.profiles(flop_per_s))
 
 
@@ -97,13 +100,15 @@ class _Stored:
     num_params: int
     num_bytes: int
     state_bytes: int = 0
+    in_place_bytes: int = 0
+    copied: str = ""  # why the others take a slot, if they are frozen
 
 
 class _Tuned:
     """One block with its adapters, at one batch shape."""
 
-    def __init__(self, rows: Rows, shape: Shape, tuning: Tuning, ranks: Mapping[str, int]) -> None:
-        self._rows, self._shape, self._tuning = rows, shape, tuning
+    def __init__(self, rows: Rows, shape: Shape, tuning: Tuning, ranks: Mapping[str, int], copied: str) -> None:
+        self._rows, self._shape, self._tuning, self._copied = rows, shape, tuning, copied
         self._lora = tuning.lora
         self._adapted = [(m, ranks[m.name]) for m in rows.modules if m.name in ranks]
         self._ranks = {m.name: rank for m, rank in self._adapted}
@@ -128,12 +133,14 @@ class _Tuned:
         base = sum(m.num_params for m in modules)
         if self._lora is None:
             return _NOTHING, _Stored(base, base * e, base * _state_itemsize(e))
-        num_bytes = sum(
-            quantization.weight_bytes(m) + (m.num_params - m.weight_params) * e
-            if quantization is not None and is_quantized(m)
-            else m.num_params * e
-            for m in modules
-        )
+        quantized = [] if quantization is None else [m for m in modules if is_quantized(m)]
+        changed = 0 if quantization is None else sum(map(quantization.weight_bytes, quantized))
+        as_it_is = (base - sum(m.weight_params for m in quantized)) * e
+        reasons = [self._copied] if as_it_is else []
+        reasons += [f"they are quantized ({quantization})"] if quantized else []
+        frozen = _Stored(
+            base, changed + as_it_is, in_place_bytes=0 if self._copied else as_it_is, copied="; ".join(filter(None, reasons))
+        )  # fmt: skip
         added = sum(self._lora.params(m, rank) for m, rank in self._adapted)
         copies = sum(replace(m, tied=False).num_params for m in self._saved)
         trained = _Stored(
@@ -141,7 +148,7 @@ class _Tuned:
             added * adapters.ITEMSIZE + copies * e,
             added * _state_itemsize(adapters.ITEMSIZE) + copies * _state_itemsize(e),
         )
-        return _Stored(base, num_bytes), trained
+        return frozen, trained
 
     def _trained_part(self, trained: _Stored) -> BlockProfile:
         part = BlockProfile(
@@ -184,7 +191,10 @@ class _Tuned:
         usual = (block.num_params * e, count * e, count * _state_itemsize(e))
         own = (frozen.num_bytes + trained.num_bytes, trained.num_bytes, trained.state_bytes)
         weights, gradients, state = (size if size != other else 0 for size, other in zip(own, usual, strict=True))
-        return replace(block, weight_bytes=weights, gradient_bytes=gradients, state_bytes=state)
+        return replace(
+            block, weight_bytes=weights, gradient_bytes=gradients, state_bytes=state, in_place_bytes=frozen.in_place_bytes,
+            copied=frozen.copied,
+        )  # fmt: skip
 
     def _operator(self, operator: Operator) -> OperatorProfile | None:
         """An operator with all that backward needs of it; ``None`` if that is nothing."""

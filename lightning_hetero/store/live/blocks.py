@@ -88,6 +88,7 @@ class Part:
         slots: Files of each array on disk: two, or one as long as no parameter of the part trains
             and nothing has written it.
         in_place: Files of somebody else that have the weights, so that the store needs no copy.
+        copied: Why there are none, if the weights are frozen.
         native: The native part; ``None`` while nothing is offloaded, and for parts that are updated
             in Python in host memory.
         last_write: The fetch or update that last wrote the weight memory; compute waits until it is
@@ -125,6 +126,7 @@ class Part:
     arena: Arena
     slots: int = 2
     in_place: InPlace | None = None
+    copied: str = ""
     native: NativePart | None = None
     last_write: Ticket | None = None
     opened: Ticket | None = None

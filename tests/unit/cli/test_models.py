@@ -13,7 +13,8 @@ import pytest
 from support.cli import HARDWARE, invoke, parsed
 
 from lightning_hetero.cli.options import Request, load_plan
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import TRAINED, BlockPlan, Plan, Tier
 from lightning_hetero.units import MIB
 
 DOCS = Path(__file__).parents[3] / "docs" / "cli.md"
@@ -36,6 +37,7 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 LORA = ["--lora", "r=8,targets=q,v"]
+SHAPE: dict[str, Any] = {"batch": 8, "sequence": 64}
 
 
 @pytest.fixture
@@ -104,6 +106,54 @@ def test_a_plan_remembers_its_model_and_adapters(model: list[str], machine: list
     _, request = load_plan(path, Request())
     assert request.model_config == tmp_path / "tiny"
     assert parsed("simulate", path)["predicted"]["iteration_s"] == Plan.load(path).require_predicted().iteration_s
+
+
+def _with_weights(folder: Path, dtype: str) -> None:
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}, "model.norm.weight": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}
+    )
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+
+
+def _stored(path: Path, *more: str) -> list[tuple[int, str]]:
+    return [(row["slots"], row["why"]) for row in parsed("explain", path, *more)["frozen"]]
+
+
+def test_explain_says_which_frozen_weights_take_a_slot(model: list[str], machine: list[str], tmp_path: Path) -> None:
+    plan, folder = tmp_path / "plan.json", tmp_path / "tiny"
+    rows = (BlockPlan(name=f"*{TRAINED}"), BlockPlan(name="model.layers.*", weights=Tier.DISK), BlockPlan(name="*"))
+    plan.write_text(Plan(name="streams", blocks=rows).to_json(), encoding="utf-8")
+    given = [*model, *machine, *LORA]
+    alone = (1, "no safetensors files are beside config.json"), (0, "they stay in memory")
+    assert sorted(_stored(plan, *given)) == sorted(alone)
+    before = parsed("simulate", plan, *given)["predicted"]["disk_bytes"]
+    _with_weights(folder, "BF16")
+    in_place = "read in place from safetensors files"
+    assert _stored(plan, *given) == [(0, in_place)]
+    assert parsed("simulate", plan, *given)["predicted"]["disk_bytes"] == 0
+    quantized = "they are quantized (nf4)"
+    assert sorted(_stored(plan, *given, "--quantize", "nf4")) == [(0, in_place), (1, quantized)]
+    wide = _stored(plan, *given, "--precision", "32")
+    assert (1, "they have 32 bits, in the files they are BF16") in wide
+    assert not any(why == in_place for _, why in wide)
+    frozen = sum(
+        b.num_params for b in Request(model_config=folder, **SHAPE).model_alone().blocks if b.name.startswith("model.layers.")
+    )
+    assert before == 2 * frozen
+    profile = tmp_path / "profile.json"
+    adapted = Request(model_config=folder, lora="r=8,targets=q,v", quantize="nf4", **SHAPE).model_alone()
+    profile.write_text(adapted.to_json(), encoding="utf-8")
+    assert ModelProfile.load(profile) == adapted
+    assert sorted(_stored(plan, "--model-profile", profile, *machine)) == [(0, in_place), (1, quantized)]
+    text = invoke("explain", plan, *given, "--quantize", "nf4").stdout
+    assert "Frozen weights in the store" in text
+    assert quantized in text
+
+
+def test_a_file_that_is_no_safetensors_file_is_refused(model: list[str], machine: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tiny" / "model.safetensors").write_bytes(b"nothing like that")
+    result = invoke("plan", *model, *machine, *LORA, code=2)
+    assert "is not a safetensors file" in result.stderr
 
 
 def test_another_model_replaces_the_remembered_one() -> None:

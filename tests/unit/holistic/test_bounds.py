@@ -61,6 +61,13 @@ def test_uses_of_a_block_on_disk_whose_activations_leave() -> None:
     assert dict(zip(Quantity, taken, strict=True)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("in_place", "held"), [(0, 20 * MB), (20 * MB, 0)])
+def test_frozen_weights_hold_one_slot_on_disk_or_none(in_place: int, held: int) -> None:
+    block = replace(MODEL.blocks[1], num_trainable_params=0, in_place_bytes=in_place)
+    taken = uses(block, BlockPlan(name="b", weights=Tier.DISK, update=UpdateLane.CPU), MODEL, ROOMY)
+    assert taken[Quantity.DISK_HELD] == held
+
+
 def test_uses_if_the_device_is_the_host_move_nothing() -> None:
     taken = uses(MODEL.blocks[1], BlockPlan(name="b"), MODEL, OWN_CPU)
     copies = (
