@@ -11,21 +11,35 @@ from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps
+from lightning_hetero.runtime.lanes import memory
 from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer, least_bytes
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
+from lightning_hetero.store.partition import ALIGNMENT_BYTES
 
 
 class Budgets:
-    """One model, and the memory that it uses; ``content`` and ``built`` are for ModelSetup."""
+    """One model, and the memory that it uses; ``content`` and ``built`` are for ModelSetup.
+
+    ``alignment_bytes`` is that of parameters in a store that is resumed. ``None``: that of the
+    memory in which the model computes.
+    """
 
     def __init__(
-        self, root: nn.Module, options: SessionOptions, content: Content | None, built: Construction | None = None
+        self,
+        root: nn.Module,
+        options: SessionOptions,
+        content: Content | None,
+        built: Construction | None = None,
+        alignment_bytes: int | None = None,
     ) -> None:
         self.root, self.options = root, options
-        self._setup = ModelSetup(root, options.block_cls, content, built)
+        if alignment_bytes is None:
+            alignment_bytes = ALIGNMENT_BYTES if options.device is None else memory.ALIGNMENT_BYTES
+        self.alignment_bytes = alignment_bytes
+        self._setup = ModelSetup(root, options.block_cls, content, built, alignment_bytes=alignment_bytes)
         self.blocks = self._setup.blocks
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None  # runs its steps, once the session has started

@@ -36,13 +36,20 @@ class ModelSetup:
         block_cls: Classes of the blocks; see ``HeteroOffloadStrategy``.
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.
+        alignment_bytes: Each parameter starts at a multiple of it in its part.
 
     Raises:
         ConfigError: Something on the meta device cannot be set.
     """
 
     def __init__(
-        self, root: nn.Module, block_cls: BlockCls | None, content: Content | None, built: Construction | None = None
+        self,
+        root: nn.Module,
+        block_cls: BlockCls | None,
+        content: Content | None,
+        built: Construction | None = None,
+        *,
+        alignment_bytes: int,
     ) -> None:
         self._root, self._built = root, built
         self._initializer = Initializer(root, content)
@@ -54,7 +61,7 @@ class ModelSetup:
         for spec in specs:  # as a whole: a small parameter in a block's memory would use a huge page
             if built is not None and any(p in built for p in spec.params.values()):
                 self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
-        self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere)
+        self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes)
 
     def is_set(self, block: Block) -> bool:
         """Whether the block's memory has content."""
@@ -101,14 +108,17 @@ class ModelSetup:
                     continue
                 places = {n: self._initializer.place(n) for n in part.names if n in self._made_on_meta}
                 found = [place for place in places.values() if place is not None]
-                why = _differs(part, found) if first and len(found) == len(part.params) else "files do not have all of them"
+                has_all = first and all(map(self._initializer.has, part.names))
+                why = "files do not have all of them" if not has_all else "their files are not local safetensors files"
+                if has_all and len(found) == len(part.params):
+                    why = _differs(part, found)
                 if not why:
                     rows = zip(part.offsets, found, part.params, strict=True)
                     width = part.dtype.itemsize
                     part.in_place = in_place({offset * width: (place, p.nbytes) for offset, place, p in rows}, known)
                 else:
                     part.copied = why
-                if why and found:
+                if why and (found or has_all):
                     copied[why] = copied.get(why, 0) + part.weight_bytes
         size = sum(part.weight_bytes for block in self.blocks for part in block.parts if part.in_place is not None)
         if size:

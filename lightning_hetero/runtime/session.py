@@ -60,9 +60,14 @@ class Session(Budgets):
     """The runtime of one model; see :class:`Budgets` for its arguments."""
 
     def __init__(
-        self, root: nn.Module, options: SessionOptions, content: Content | None = None, built: Construction | None = None
+        self,
+        root: nn.Module,
+        options: SessionOptions,
+        content: Content | None = None,
+        built: Construction | None = None,
+        alignment_bytes: int | None = None,
     ) -> None:
-        super().__init__(root, options, content, built)
+        super().__init__(root, options, content, built, alignment_bytes)
         self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
@@ -79,7 +84,8 @@ class Session(Budgets):
     @property
     def _layout(self) -> dict[str, object]:
         """The parts, as a new store's manifest has them and a resume compares them."""
-        return {"parts": part_names(self.blocks), "frozen": frozen_parts(self.blocks, self._trained)}
+        frozen = frozen_parts(self.blocks, self._trained)
+        return {"parts": part_names(self.blocks), "frozen": frozen, "alignment": self.alignment_bytes}
 
     # ---- start -----------------------------------------------------------------------------------
 

@@ -31,14 +31,29 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import TRAINED, is_divided
+from lightning_hetero.units import round_up
 
 log = logging.getLogger(__name__)
 
 BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 
-# A parameter in memory starts at a multiple of this many elements: whole cache lines, and the
-# update kernels' split points.
-ALIGN_ELEMENTS = 16
+ALIGNMENT_BYTES = 64  # of each parameter in host memory: whole cache lines
+
+# Weights, gradients and state arrays of a part have the same offsets in elements, so the update
+# kernels' split points must be on such a multiple, too. The engine checks it.
+_ELEMENTS = 16
+
+
+def aligned_elements(num_elements: int, itemsize: int, alignment_bytes: int) -> int:
+    """A parameter's length in a part, with the padding behind it.
+
+    Args:
+        num_elements: Its elements.
+        itemsize: Bytes of each.
+        alignment_bytes: A multiple at which the next parameter starts; 0 in stores of version 1,
+            where only the engine's multiple of elements counts.
+    """
+    return round_up(num_elements, max(_ELEMENTS, alignment_bytes // itemsize))
 
 
 @dataclass(eq=False, slots=True)

@@ -27,6 +27,7 @@ from lightning_hetero.runtime.options import SessionOptions, StepRules, host_bud
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
 from lightning_hetero.store.format.earlier_runs import make_way
+from lightning_hetero.store.format.manifest import alignment_in
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
@@ -188,9 +189,10 @@ class OffloadRun:
             quantized.quantize(module)
         if fits:
             self._leave_room_for_reference()
-        content = self._content()
+        content, path = self._content(), self.options.disk_path
         self.checkpoints.base.placed(content)
-        self.session = session = Session(module, self.options, content, self.built)
+        alignment = None if resumed is None or path is None else alignment_in(path.absolute())
+        self.session = session = Session(module, self.options, content, self.built, alignment)
         return session
 
     def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:

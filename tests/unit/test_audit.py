@@ -150,7 +150,7 @@ def _no_manifest(store: Path) -> None:
 
 def _another_version(store: Path) -> None:
     manifest = store / "MANIFEST"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 9'))
 
 
 def _another_uuid(store: Path) -> None:

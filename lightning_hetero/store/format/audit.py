@@ -22,7 +22,7 @@ from lightning_hetero._native.geometry import PartGeometry
 from lightning_hetero._native.kernels import digest
 from lightning_hetero._native.library import BF16, F16, F32, U8
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
-from lightning_hetero.store.format.manifest import MANIFEST, VERSION, identity_of, lock_manifest, read_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, READABLE, identity_of, lock_manifest, read_manifest
 from lightning_hetero.store.format.record import files_of
 from lightning_hetero.store.format.state_files import fault_of
 from lightning_hetero.store.raw_memory import PAGE, memory_of
@@ -146,9 +146,10 @@ class StoreFiles:
                 raise ConfigError(f"{str(self.path)!r} has no {MANIFEST}: it is not a store. Give a store's directory.")
             self._lock = manifest
             self.manifest: dict[str, Any] = read_manifest(self.path, manifest)
-            if self.manifest.get("version") != VERSION:
+            if self.manifest.get("version") not in READABLE:
+                allowed = " and ".join(map(str, READABLE))
                 raise ConfigError(
-                    f"{str(self.path)!r} is a store of version {self.manifest.get('version')!r}; this package reads {VERSION}."
+                    f"{str(self.path)!r} is a store of version {self.manifest.get('version')!r}; this package reads {allowed}."
                 )
             self._uuid = identity_of(self.path, self.manifest).bytes
             self._read_ring()

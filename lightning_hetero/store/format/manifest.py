@@ -17,13 +17,15 @@ import os
 import shlex
 import stat
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError, StoreBusyError
 
 FORMAT = "lightning-hetero-store"
-VERSION = 1
+VERSION = 2  # 1 aligned parameters to 16 elements of any size
+READABLE = (1, VERSION)
 MANIFEST = "MANIFEST"
 
 _BYTES_MAX = 64 * 2**20
@@ -106,12 +108,31 @@ def layout_of(path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """
     layout = manifest.get("layout")
     if isinstance(layout, dict) and isinstance(layout.get("parts"), list):
-        numbers = (layout.get("num_blocks"), layout.get("user_bytes"))
+        numbers = (layout.get("num_blocks"), layout.get("user_bytes"), alignment := layout.get("alignment", 0))
         names = [name for part in layout["parts"] if isinstance(part, list) for name in part]
         lists = all(isinstance(part, list) for part in layout["parts"])
-        if lists and all(isinstance(n, str) for n in names) and all(type(n) is int and 0 <= n < 2**26 for n in numbers):
+        whole = lists and all(isinstance(n, str) for n in names) and all(type(n) is int and 0 <= n < 2**26 for n in numbers)
+        if whole and alignment & (alignment - 1) == 0:  # 0 or a power of two
             return layout
     raise ConfigError(f"{str(path / MANIFEST)!r} does not say how its files are laid out: it was not made for a run that resumes.")
+
+
+def alignment_of(layout: Mapping[str, Any]) -> int:
+    """The bytes at whose multiples parameters start in the files; 0 in stores of version 1."""
+    return int(layout.get("alignment", 0))
+
+
+def alignment_in(path: Path) -> int:
+    """The same of the store at a path.
+
+    Raises:
+        ConfigError: It is not a store that can be resumed.
+    """
+    manifest_fd = os.open(path / MANIFEST, _READ)
+    try:
+        return alignment_of(layout_of(path, read_manifest(path, manifest_fd)))
+    finally:
+        os.close(manifest_fd)
 
 
 def write_manifest(
@@ -186,7 +207,7 @@ def check_same_store(path: Path, manifest: dict[str, Any], geometry: dict[str, A
         ConfigError: Another version, or another geometry: names the first difference.
     """
     version = manifest.get("version")
-    if version == VERSION:
+    if version in READABLE:
         old = manifest.get("geometry")
         whole = isinstance(old, dict) and manifest.get("fingerprint") == _fingerprint(old)
         difference = _difference(_without_name(old), _without_name(geometry))
@@ -194,7 +215,7 @@ def check_same_store(path: Path, manifest: dict[str, Any], geometry: dict[str, A
             return
         difference = difference or "its fingerprint does not match its contents"
     else:
-        difference = f"version: {version!r} in the store, {VERSION} now"
+        difference = f"version: {version!r} in the store, {' or '.join(map(str, READABLE))} now"
     raise ConfigError(
         f"disk_path {str(path)!r}: changed model under an old store. First difference: {difference}. Choose another "
         f"disk_path, or remove this one. For the weights of its last step alone: "

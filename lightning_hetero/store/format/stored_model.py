@@ -16,12 +16,11 @@ from lightning_hetero.errors import ConfigError, StoreCorruptError, UnsupportedE
 from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles, step_of_slot
 from lightning_hetero.store.format.directory import STATE_FILE, slot_files
 from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.format.manifest import layout_of
+from lightning_hetero.store.format.manifest import alignment_of, layout_of
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
-from lightning_hetero.store.partition import ALIGN_ELEMENTS
+from lightning_hetero.store.partition import aligned_elements
 from lightning_hetero.store.raw_memory import own_memory
-from lightning_hetero.units import round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,7 @@ def stored_weights(store: StoreFiles) -> list[StoredWeight]:
     committed = {} if store.record is None else {block.id: block for block in store.record.blocks}
     rows = {name: row for block in store.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
     _state(store, "version")
+    alignment = alignment_of(layout_of(store.path, store.manifest))
     for names, entry in _parts(store):
         geometry = entry.home if entry.weights is None else entry.weights
         block: CommittedBlock | InPlace
@@ -158,7 +158,7 @@ def stored_weights(store: StoreFiles) -> list[StoredWeight]:
             strides = tuple(stride[0]) if stride else torch.empty(size, device="meta").stride()
             kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
             out.append(StoredWeight(store, block, name, kind, size, strides, first))
-            first += round_up(size.numel(), ALIGN_ELEMENTS)
+            first += aligned_elements(size.numel(), kind.itemsize, alignment)
     order = {name: place for place, name in enumerate(rows)}
     return sorted(out, key=lambda weight: order[weight.name])
 

@@ -20,7 +20,7 @@ from lightning_hetero._native import Arena, NativePart, Ticket
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.partition import ALIGN_ELEMENTS, BlockSpec, is_dense
+from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, aligned_elements, is_dense
 from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
 
@@ -115,6 +115,7 @@ class Part:
         num_moves: How often weights have come back from there with other values.
         is_lent: Code may hold a ``param.data`` whose writes no version counter shows.
         place: The place of its first parameter among those of the module.
+        alignment_bytes: A multiple at which each parameter starts.
     """
 
     block: Block
@@ -147,6 +148,7 @@ class Part:
     num_moves: int = 0
     is_lent: bool = False
     place: int = 0
+    alignment_bytes: int = 0
 
     def require_native(self) -> NativePart:
         """The native part.
@@ -236,12 +238,18 @@ class Block:
             yield from part.params
 
 
-def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Parameter], bool] = lambda _: False) -> list[Block]:
+def bind(
+    root: nn.Module,
+    specs: Sequence[BlockSpec],
+    away: Callable[[nn.Parameter], bool] = lambda _: False,
+    *,
+    alignment_bytes: int = ALIGNMENT_BYTES,
+) -> list[Block]:
     """Moves every parameter into reserved memory; meta parameters get memory without content.
 
     Meta parameters are replaced by new parameters in the modules that hold them, so this comes
     before the optimizers. Parameters that are ``away`` (offloaded by somebody else) get memory that
-    they do not use yet.
+    they do not use yet. Each parameter starts at a multiple of ``alignment_bytes``.
     """
     blocks: list[Block] = []
     trained: dict[int, Block] = {}  # by the spec of the rest
@@ -255,7 +263,7 @@ def bind(root: nn.Module, specs: Sequence[BlockSpec], away: Callable[[nn.Paramet
         for name, param in spec.params.items():
             groups.setdefault((param.dtype, param.requires_grad), []).append(name)
         for (dtype, _), names in groups.items():
-            block.parts.append(_bind_part(root, block, names, dtype, away))
+            block.parts.append(_bind_part(root, block, names, dtype, away, alignment_bytes))
         blocks.append(block)
     return blocks
 
@@ -275,15 +283,20 @@ def parts_of(blocks: Iterable[Block]) -> list[Part]:
     return [p for own in modules_of(blocks) for p in sorted((p for b in own for p in b.parts), key=lambda part: part.place)]
 
 
-def _reserve(block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int) -> Part:
+def _reserve(
+    block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int, alignment_bytes: int
+) -> Part:
     """A part with memory of its own, which its parameters do not use yet."""
     offsets, total = [], 0
     for param in params:
         offsets.append(total)
-        total += round_up(param.numel(), ALIGN_ELEMENTS)
-    total = max(total, ALIGN_ELEMENTS)
+        total += aligned_elements(param.numel(), dtype.itemsize, alignment_bytes)
+    total = max(total, aligned_elements(1, dtype.itemsize, alignment_bytes))
     arena = Arena(round_up(total * dtype.itemsize, PAGE))
-    return Part(block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena, place=place)
+    return Part(
+        block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena, place=place,
+        alignment_bytes=alignment_bytes,
+    )  # fmt: skip
 
 
 def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Parameter], bool], copies: bool) -> None:
@@ -300,7 +313,7 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
     parts = []
     for indices in groups:
         names, params = [part.names[i] for i in indices], [part.params[i] for i in indices]
-        new = _reserve(part.block, names, params, part.dtype, place=part.place)
+        new = _reserve(part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes)
         for index, param in enumerate(new.params):
             if moves(param):
                 memory = new.memory(index)
@@ -313,9 +326,17 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
     part.block.parts[position : position + 1] = parts
 
 
-def _bind_part(root: nn.Module, block: Block, names: list[str], dtype: torch.dtype, away: Callable[[nn.Parameter], bool]) -> Part:
+def _bind_part(
+    root: nn.Module,
+    block: Block,
+    names: list[str],
+    dtype: torch.dtype,
+    away: Callable[[nn.Parameter], bool],
+    alignment_bytes: int,
+) -> Part:
     params = [block.spec.params[n] for n in names]
-    part = _reserve(block, names, params, dtype, place=list(block.spec.order or block.spec.params).index(names[0]))
+    place = list(block.spec.order or block.spec.params).index(names[0])
+    part = _reserve(block, names, params, dtype, place=place, alignment_bytes=alignment_bytes)
     with torch.no_grad():
         for i, param in enumerate(params):
             memory = part.memory(i)
