@@ -1,4 +1,4 @@
-"""Weights of safetensors files as the content of a model on the meta device.
+"""Weights of files as the content of a model on the meta device.
 
 [Note: Adapters]
 PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
+from lightning_hetero.convert.saved_tensors import SavedTensor, open_weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.in_place import TensorPlace
 
@@ -38,8 +39,8 @@ class ModelWeights:
 
     Args:
         root: The model. Parameters that files have must be on the meta device.
-        weights: A safetensors file or directory, or several by the name of the module inside
-            ``root`` that each belongs to.
+        weights: A safetensors file or directory, or one of ``torch.save``; or several by the name
+            of the module inside ``root`` that each belongs to.
         strict: Whether to refuse tensors that only one side has. Adapters are not missing; see
             [Note: Adapters]. If false, a warning names both kinds, and missing tensors are
             initialized. Frozen weights of a model with adapters never are, because training cannot
@@ -56,7 +57,7 @@ class ModelWeights:
         self._adapters = adapter_names(root)
         given = weights if isinstance(weights, Mapping) else {None: weights}
         for prefix, path in given.items():
-            files = WeightFiles.open(path)
+            files = open_weights(path)
             self._match(targets, files, _prefix(targets, files) if prefix is None else prefix, strict=strict)
         held = [name for name in self._stored if isinstance(targets[name], nn.Parameter) and not targets[name].is_meta]
         if held:
@@ -82,9 +83,9 @@ class ModelWeights:
             self._stored[name].read_into(memory)
 
     def place(self, name: str) -> TensorPlace | None:
-        """Where a parameter or buffer is; ``None`` if the file is not a local one."""
+        """Where a parameter or buffer is; ``None`` if it is not in a local safetensors file."""
         stored = self._stored[name]
-        local = stored.path.local
+        local = None if isinstance(stored, SavedTensor) else stored.path.local
         return None if local is None else TensorPlace(os.path.realpath(local), stored.dtype, stored.start)
 
     def _match(self, targets: Mapping[str, Tensor], files: WeightFiles, prefix: str, *, strict: bool) -> None:

@@ -182,20 +182,20 @@ def weight_files(path: Place) -> list[Place]:
     return [path / found[0]]
 
 
-def read_index(directory: Place) -> dict[str, str]:
+def read_index(directory: Place, index: str = INDEX) -> dict[str, str]:
     """The file of the directory that holds each tensor.
 
     Raises:
         ConfigError: The index is damaged, or names files elsewhere.
     """
-    path = directory / INDEX
+    path = directory / index
     try:
         with path.open() as file:
             names = json.loads(file.read(_HEADER_BYTES_MAX))["weight_map"]
         assert isinstance(names, dict)
         assert all(isinstance(f, str) and f == os.path.basename(f) and f not in ("", ".", "..") for f in names.values())
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AssertionError) as error:
-        raise ConfigError(f"{str(path)!r} is not an index of safetensors files ({error!r}). Get the file again.") from error
+        raise ConfigError(f"{str(path)!r} is not an index of files with weights ({error!r}). Get the file again.") from error
     return names
 
 

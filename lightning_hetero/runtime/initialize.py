@@ -45,7 +45,7 @@ class Content(Protocol):
         """Reads it into a CPU tensor of its shape, converting to the tensor's dtype."""
 
     def place(self, name: str) -> TensorPlace | None:
-        """Where it is, if that is a local file."""
+        """Where it is, if that is a local safetensors file."""
 
 
 class _Nothing(dict[str, Tensor]):
@@ -100,8 +100,12 @@ class Initializer:
                     self.fill(name, buffer)
 
     def place(self, name: str) -> TensorPlace | None:
-        """Where a parameter is in a local file; ``None`` if it is in none."""
+        """Where a parameter is in a local safetensors file; ``None`` if it is in none."""
         return self._content.place(name) if name in self._content else None
+
+    def has(self, name: str) -> bool:
+        """Whether files of any kind have a parameter."""
+        return name in self._content
 
     def reads_first(self, block: Block, names: Collection[str]) -> bool:
         """Whether what files have of the block is read before, or without, any module's setter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from lightning_hetero import export_weights
 from lightning_hetero.convert.safetensors import INDEX, TensorToWrite, WeightFiles, write_directory
-from lightning_hetero.errors import StoreCorruptError, StoreError
+from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.record import parse
 from lightning_hetero.store.format.stored_model import source_faults
@@ -212,22 +213,82 @@ def test_a_file_that_changes_while_it_is_read_ends_the_fit(folder: Path, tmp_pat
         train(tmp_path, strategy, change=touches)
 
 
-def test_one_file_and_narrow_types_are_read_in_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16-true"), (torch.float16, "16-true")])
+def test_one_file_and_narrow_types_are_read_in_place(dtype: torch.dtype, precision: Any, tmp_path: Path) -> None:
     """The model is of 16 bits, as the file is."""
     recipe = replace(RECIPE, shape=replace(RECIPE.shape, width=13))
     torch.manual_seed(3)
-    content = {n: v.bfloat16() if v.is_floating_point() else v.clone() for n, v in Changed(recipe).model.state_dict().items()}
+    content = {n: v.to(dtype) if v.is_floating_point() else v.clone() for n, v in Changed(recipe).model.state_dict().items()}
     write_directory(
         tmp_path / "one", [TensorToWrite(n, v.dtype, v.shape, lambda v=v: v) for n, v in content.items()], max_shard_bytes=1 << 30
     )
-    recipe = replace(recipe, precision="bf16-true")
-    outcomes = [
-        fit(tmp_path, offload(plan, tmp_path / f"store-{n}", tmp_path / "one"), recipe, device="meta")
-        for n, plan in enumerate(("host", "disk", on_device))
-    ]
-    assert_same(outcomes[1], outcomes[0])
-    assert_same(outcomes[2], outcomes[0])
-    assert in_place(tmp_path / "store-1") == [True, True]
-    for name, value in content.items():
-        if any(f"blocks.{i}." in name for i in FROZEN) and value.is_floating_point():
-            assert torch.equal(outcomes[1].weights[f"model.{name}"], value), name
+    recipe = replace(recipe, precision=precision)
+    in_memory = fit(tmp_path, HeteroOffloadStrategy("host"), recipe, content=content)
+    for n, plan in enumerate(("host", "disk", on_device)):
+        got = fit(tmp_path, offload(plan, tmp_path / f"store-{n}", tmp_path / "one"), recipe, device="meta")
+        assert_same(got, in_memory)
+        assert in_place(tmp_path / f"store-{n}") == [True, True]
+        assert any(
+            torch.equal(got.weights[f"model.{name}"], value) for name, value in content.items() if f"blocks.{FROZEN[0]}." in name
+        )
+
+
+def saved(content: dict[str, Tensor], path: Path, kind: str) -> Path:
+    """What ``torch.save`` writes: one file, a checkpoint, a directory, or a directory of two files."""
+    path.mkdir()
+    if kind in (".pt", ".bin"):
+        torch.save(content if kind == ".bin" else {"state_dict": content}, path / f"model{kind}")
+        return path / f"model{kind}"
+    if kind == "folder":
+        torch.save(content, path / "pytorch_model.bin")
+        return path
+    names = list(content)
+    files = {"pytorch_model-1.bin": names[: len(names) // 2], "pytorch_model-2.bin": names[len(names) // 2 :]}
+    for file, mine in files.items():
+        torch.save({name: content[name] for name in mine}, path / file)
+    index = {"weight_map": {name: file for file, mine in files.items() for name in mine}}
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "dtype"),
+    [
+        (".bin", "disk", torch.float32),
+        (".pt", "host", torch.float16),
+        ("folder", on_device, torch.float32),
+        ("index", MIXED, torch.bfloat16),
+    ],
+)
+def test_files_of_torch_save_are_copied_to_one_slot(
+    kind: str, plan: Any, dtype: torch.dtype, content: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    stored = {name: value.to(dtype) if value.is_floating_point() else value for name, value in content.items()}
+    files, store = saved(stored, tmp_path / "weights", kind), tmp_path / "store"
+    plain = fit(tmp_path, "auto", change=by_hand, content={n: stored[n].to(v.dtype) for n, v in content.items()})
+    train(tmp_path, offload(plan, store, files), stop=1)
+    assert {number for number, _ in slots_of(store).values()} == {1}
+    assert in_place(store) == [False, False]
+    assert "copied to one slot, or kept in memory: their files are not local safetensors files" in caplog.text
+    shutil.rmtree(tmp_path / "weights") if files.is_dir() else files.unlink()
+    got = fit(tmp_path, HeteroOffloadStrategy("disk", disk_path=store, verify_digests=True), change=by_hand, store=store)
+    assert_same(got, after(plain, RECIPE.steps - 1))
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def test_nothing_in_a_file_of_torch_save_is_executed(
+    content: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({**content, "more": Harmful()}, tmp_path / "model.bin")
+    with pytest.raises(ConfigError, match="without executing code"):
+        train(tmp_path, offload("host", None, tmp_path / "model.bin"))
+    assert not (tmp_path / "executed").exists()
+    torch.save({**content, "more": 3}, tmp_path / "model.bin")
+    with pytest.raises(ConfigError, match="is not a state_dict"):
+        train(tmp_path, offload("host", None, tmp_path / "model.bin"))
