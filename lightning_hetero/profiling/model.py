@@ -53,7 +53,9 @@ class BatchProfiler:
         device, lanes = session.executor.device, session.executor.lanes
         addresses = Addresses(session.blocks) if device is None else BoundAddresses(device.weights)
         device_type = lanes.device_type
-        self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type) if operators else None
+        # In host memory trained parts of frozen blocks, and their casts, stay when the rest leaves.
+        kept = set() if device is not None else {p.data_ptr() for b in session.blocks if b.rest is not None for p in b.params()}
+        self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type, kept=kept) if operators else None
         # If compute is a stream, the host waits for an event of it before it reads the clock.
         self._settle: Callable[[], object] = float if device is None else lanes.catch_up
         apart = device is not None and device_type != "cpu"

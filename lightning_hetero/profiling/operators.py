@@ -16,7 +16,7 @@ parameters, so parameters never count.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -129,6 +129,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         addresses: The addresses of the parameters.
         clock: The clock that times blocks, seconds.
         device_type: Type of the device that computes; storages elsewhere do not count.
+        kept: Addresses of weights whose casts stay until backward, as other activations do.
 
     Attributes:
         ran: The operators, in order.
@@ -136,8 +137,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         events: Numbers of storages that were made (``n``) and freed (``~n``), in order.
     """
 
-    def __init__(self, addresses: Addresses | BoundAddresses, clock: Callable[[], float], *, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        addresses: Addresses | BoundAddresses,
+        clock: Callable[[], float],
+        *,
+        device_type: str = "cpu",
+        kept: Collection[int] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
         self._addresses, self._clock, self._device_type = addresses, clock, device_type
         self.ran: list[RecordedOperator] = []
         self.made: list[RecordedStorage] = []
@@ -161,7 +170,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         made = tuple(self._note(leaf, number) for leaf in leaves(out) if isinstance(leaf, Tensor) and self._is_new(leaf, given))
         packet, param = func._overloadpacket, self._addresses.first(tensors)
         if made and param and packet is _ATEN._to_copy:
-            self.made[made[0]].cast = is_half_cast(args[0], out)
+            self.made[made[0]].cast = is_half_cast(args[0], out) and args[0].data_ptr() not in self._kept
         self.ran.append(
             RecordedOperator(
                 name=packet.__name__,

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support.machines import HARDWARE
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer
 from support.scripts import output_of, result_of
+from torch import nn
 
 from lightning_hetero import EmulatedDevice, Plan
 from lightning_hetero.ir.activations import saved_bytes
@@ -92,6 +93,40 @@ def test_a_device_holds_what_was_predicted(rule: str, precision: str, tmp_path: 
     unseen += max(b.transient_bytes + b.cast_bytes for b in model.blocks)
     unseen += sum(b.activation_bytes for b in model.blocks if b.pinned)
     assert predicted - unseen <= peak.num_bytes <= predicted + 2 * ALIGNMENT_BYTES * 12 * SHAPE.layers, (predicted, unseen)
+
+
+class Adapted(LitModel):
+    """Its blocks are frozen but for two small matrices, whose casts are large enough to count."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        width = recipe.shape.width
+        for block in self.model.blocks:
+            block.requires_grad_(False)
+            block.dropout = nn.Sequential(nn.Linear(width, 20, bias=False), nn.Linear(20, width, bias=False))
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_casts_of_adapters_are_counted_where_they_live(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In host memory they stay until backward. On a device they go with the frozen weights of their block."""
+
+    def planner(model: ModelProfile, hardware: HardwareProfile, **options: Any) -> Plan:
+        cpu = replace(RULES["all leave"], weights=Tier.DISK)
+        return evaluated(
+            Plan(name="given", blocks=tuple(replace(cpu, name=b.name) for b in model.blocks)), model, hardware, **options
+        )
+
+    monkeypatch.setitem(PLANNERS, "given", planner)
+    device = EmulatedDevice(memory="16MiB") if kind == "device" else None
+    strategy = HeteroOffloadStrategy("given", device=device, replan_drift=None)
+    torch.manual_seed(7)
+    trainer = quiet_trainer(strategy=strategy, max_steps=IN_FORCE, default_root_dir=tmp_path, plugins=plugins("bf16-mixed"))
+    trainer.fit(Adapted(Recipe(shape=SHAPE)), data(STEPS))
+    assert strategy.model_profile is not None
+    frozen = [b for b in strategy.model_profile.blocks if not b.pinned]
+    assert len(frozen) == SHAPE.layers
+    of_adapters = 2 * 2 * 128 * 20
+    assert [b.cast_bytes for b in frozen] == [CAST_BYTES + of_adapters * (kind == "device")] * SHAPE.layers
 
 
 # ---- the host -----------------------------------------------------------------------------------------------------------------
