@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lightning_hetero._native import NativePart, PartGeometry
+from lightning_hetero._native import NativePart, PartGeometry, file_bytes
+from lightning_hetero.errors import OutOfDiskError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, restore
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
+from lightning_hetero.store.live.mirrors import mirror_files
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native
+from lightning_hetero.units import format_bytes
 
 
 def move_block(
@@ -47,15 +50,30 @@ def growth(block: Block, placed: BlockPlan, model: ModelShape) -> int:
 
 
 def reopen(executor: Executor, part: Part, num_state: int) -> None:
-    """Opens a part anew, with state: its parameters have joined an optimizer."""
+    """Opens a part anew, with state: its parameters have begun to train.
+
+    Raises:
+        OutOfDiskError: ``disk_capacity`` has no room for its files. Nothing has changed.
+    """
     store, placed = executor.store, part.block.plan
+    identifier, before, part.slots = store.files.next_id(), part.slots, 2
+    geometry = geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state)
+    mirrored = mirror_files(part, geometry) if executor.context.run.mirror is not None else ()
+    size, room = sum(2 * file_bytes(g) for g in (geometry, *mirrored)), store.files.room_bytes() - store.files.added_bytes
+    if size > room:
+        part.slots = before
+        raise OutOfDiskError(
+            f"{part.names[0]!r} was frozen and trains now. Its weights and state need {format_bytes(size)} of files; disk_capacity "
+            f"leaves {format_bytes(max(int(room), 0))}. Raise disk_capacity, or keep it frozen."
+        )
+    store.files.added_bytes += size
     executor.residency.reclaim(part.block)
     executor.residency.bring(part.block)
     executor.residency.leave(part.block)
     if part.native is not None:
         close_native(store, part)
-    identifier, part.slots, part.in_place = store.files.next_id(), 2, None
-    open_native(store, part, geometry_of(part, identifier, num_state=num_state, weights=placed.weights, state=placed.state))
+    part.in_place = None
+    open_native(store, part, geometry)
     store.flush(part)
     executor.enter()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_hetero import Tier
 from lightning_hetero.convert.safetensors import TensorToWrite, write_directory
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import OutOfDiskError, UnsupportedError
 from lightning_hetero.ir.schedule import OpKind
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.store.format.audit import StoreFiles
@@ -153,6 +153,7 @@ class Unfreezes(BaseFinetuning):
 
 
 SGD = replace(RECIPE, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.1))
+WIDE = replace(RECIPE, shape=replace(RECIPE.shape, width=256))
 CLIPPED = replace(RECIPE, clip=0.3)
 SUMMED = replace(WHOLE, accumulate=2)
 HALF = replace(RECIPE, precision="bf16-true")
@@ -288,6 +289,16 @@ def test_frozen_members_are_read_in_place_until_they_train(plan: Any, tmp_path: 
     assert not in_place(store)
     got = fit(tmp_path, strategy("disk"), RECIPE, make(), store=store, device="meta")
     assert_same(got, after(fit(tmp_path, "auto", RECIPE, make(), content=content), RECIPE.steps - 6))
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+def test_weights_that_are_set_free_need_room_on_the_disk(plan: str, tmp_path: Path) -> None:
+    strategy = offload(plan, tmp_path / "all")
+    fit(tmp_path, strategy, replace(WIDE, steps=1))
+    needed = int(strategy.memory_report()["disk_bytes"])
+    with pytest.raises(OutOfDiskError, match=r"'model.blocks.0.up.weight' was frozen and trains now.* Raise disk_capacity"):
+        fit(tmp_path, offload(plan, tmp_path / "tight", disk_capacity=needed + 2**21), replace(WIDE, steps=4), Flips())
+    fit(tmp_path, offload(plan, tmp_path / "roomy", disk_capacity=needed + 2**27), replace(WIDE, steps=4), Flips())
 
 
 class Own(torch.optim.SGD):
