@@ -6,10 +6,10 @@ A small model trains with clipping by norm, dropout, a schedule and shuffled dat
 keeps it on disk, with speculative updates before the norm is known. Some trainings have a plan that
 keeps some or all of it in memory, which is mirrored, so that a resume moves state as well.
 ``VARIANTS`` has the other differences between trainings: optimizers, the dataloader, and
-checkpoints that are written in the background. A child process trains, and is killed with SIGKILL
-at a random moment, with its own children: while it starts, resumes, moves, trains or commits. It
-reports every loss, every step that has ended, and every step that had been committed before it went
-on. The next child resumes from the store.
+checkpoints that are written in the background, adapters over frozen weights. A child process
+trains, and is killed with SIGKILL at a random moment, with its own children: while it starts,
+resumes, moves, trains or commits. It reports every loss, every step that has ended, and every step
+that had been committed before it went on. The next child resumes from the store.
 
 * ``lost_steps``: committed steps that a later child did not find.
 * ``ended_steps_lost``: the number of ended steps that a later child had to repeat, and how often. A
@@ -44,6 +44,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import LocalFirst
+from lightning_hetero.convert.safetensors import TensorToWrite, write_directory
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -106,6 +108,8 @@ class Variant:
             every batch.
         loader: Options of its dataloader.
         checkpoints: Checkpoints are written in the background meanwhile, by ``LocalFirst``.
+        adapters: Only adapters train. The frozen weights are read in place from safetensors files.
+            For a third of the training one block of them is set free.
     """
 
     name: str
@@ -113,6 +117,7 @@ class Variant:
     optimizers: Optimizers = adamw
     loader: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: bool = False
+    adapters: bool = False
 
 
 VARIANTS = (
@@ -120,34 +125,41 @@ VARIANTS = (
     Variant("sgd", optimizers=sgd),  # its state is one that the engine does not know
     Variant("two", optimizers=two),
     Variant("local_first", checkpoints=True),
+    Variant("adapters", share=2, adapters=True),
     Variant("workers", loader={"num_workers": 1, "persistent_workers": True}),
 )
 
 
 class Block(nn.Module):
-    """One residual block."""
+    """One residual block, with a low-rank adapter if it is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, adapted: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.requires_grad_(not adapted)
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 1, bias=False), nn.Linear(1, WIDTH, bias=False)) if adapted else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+        hidden = self.norm(x)
+        change = self.down(F.gelu(self.up(hidden)))
+        if self.adapter is not None:
+            change = change + self.adapter(hidden)
+        return x + F.dropout(change, 0.1, self.training)
 
 
 class Model(pl.LightningModule):
     """Predicts the next token."""
 
-    def __init__(self, steps: int, optimizers: Optimizers) -> None:
+    def __init__(self, steps: int, variant: Variant) -> None:
         super().__init__()
-        self.steps, self.made_by = steps, optimizers
+        self.steps, self.made_by = steps, variant.optimizers
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(adapted=variant.adapters) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("seen", torch.zeros(()))
         self.report: Callable[[int, float], None] = lambda step, loss: None
-        self.automatic_optimization = len(optimizers(self)) == 1
+        self.automatic_optimization = len(variant.optimizers(self)) == 1
 
     @property
     def batches(self) -> int:
@@ -182,6 +194,15 @@ class Model(pl.LightningModule):
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
+class Frees(pl.Callback):
+    """Sets the frozen weights of one block free for the second third of the training."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        free = module.steps // 3 <= module.batches < 2 * module.steps // 3
+        for part in (module.blocks[1].norm, module.blocks[1].up, module.blocks[1].down):
+            part.requires_grad_(free)
+
+
 class Reports(pl.Callback):
     """Tells of steps that have ended, and of those whose record is on disk."""
 
@@ -214,8 +235,12 @@ def fit(
     """Trains to the end, from the beginning or from the store."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model = Model(steps, variant.optimizers)
+    with torch.device("meta" if variant.adapters and strategy != "auto" else "cpu"):
+        model = Model(steps, variant)
+    torch.manual_seed(3)
     model.report = report
+    if variant.adapters:
+        callbacks = (Frees(), *callbacks)
     tokens = torch.randint(0, VOCABULARY, (2 * BATCHES, LENGTH), generator=torch.Generator().manual_seed(2))
     saves = variant.checkpoints and strategy != "auto"
     if saves:
@@ -243,6 +268,11 @@ def content(trainer: pl.Trainer, model: Model) -> dict[str, Tensor]:
 def reference(root: Path, steps: int, variant: Variant) -> None:
     """A run under plain Lightning that is not killed: its losses and its results."""
     losses: list[float] = []
+    if variant.adapters:
+        torch.manual_seed(1)
+        content_of = Model(steps, variant).state_dict()
+        rows = [TensorToWrite(name, value.dtype, value.shape, partial(content_of.get, name)) for name, value in content_of.items()]
+        write_directory(root / "weights", rows, max_shard_bytes=20_000)
     trainer, model = fit("auto", root, steps, variant, None, lambda step, loss: losses.append(loss))
     torch.save({"losses": losses, "content": content(trainer, model)}, root / f"{variant.name}.pt")
 
@@ -254,7 +284,8 @@ def child(root: Path, steps: int, variant: Variant, plan: Any, fresh: bool, out:
         os.write(out, ROW.pack(kind, step, value))
 
     store = root / "store"
-    strategy = HeteroOffloadStrategy(plan=plan, disk_path=store, verify_digests=True)
+    weights = root / "weights" if variant.adapters else None
+    strategy = HeteroOffloadStrategy(plan=plan, disk_path=store, verify_digests=True, weights=weights)
     keep, spent = Training.batch_ended, [0.0]
 
     def timed(training: Training) -> None:
