@@ -16,8 +16,8 @@ from lightning_hetero.runtime.initialize import Content, Initializer, in_order_o
 from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.placement import Placement
-from lightning_hetero.store.format.in_place import SourceFile, TensorPlace, in_place
-from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, split
+from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
+from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, parts_of, split
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
@@ -125,6 +125,12 @@ class ModelSetup:
             log.info("%s of frozen weights are read in place, from %s.", format_bytes(size), ", ".join(sorted(known)))
         for why, num_bytes in copied.items():
             log.info("%s of frozen weights are copied to one slot, or kept in memory: %s.", format_bytes(num_bytes), why)
+
+    def adopt_places(self, places: Sequence[InPlace | None]) -> None:
+        """A store is resumed: its last record says which weights are read in place."""
+        for part, place in zip(parts_of(self.blocks), places, strict=False):  # another model is refused later
+            part.in_place = place if part.slots == 1 else None
+            part.copied = "they are in the store already" if place is None else ""
 
     def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
         """Opens files block by block and writes the weights. Memory keeps what fits the budget."""

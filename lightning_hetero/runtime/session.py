@@ -47,6 +47,7 @@ from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
 from lightning_hetero.store.format.earlier_runs import aside, refusal
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.loans import Loans
@@ -60,13 +61,9 @@ class Session(Budgets):
     """The runtime of one model; see :class:`Budgets` for its arguments."""
 
     def __init__(
-        self,
-        root: nn.Module,
-        options: SessionOptions,
-        content: Content | None = None,
-        built: Construction | None = None,
+        self, root: nn.Module, options: SessionOptions, content: Content | None = None, built: Construction | None = None,
         alignment_bytes: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(root, options, content, built, alignment_bytes)
         self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
@@ -104,14 +101,9 @@ class Session(Budgets):
         return inner
 
     def start(
-        self,
-        optimizers: Sequence[Optimizer] | None,
-        rules: StepRules,
-        *,
-        default_root: Path,
-        resume: bool = False,
-        with_state: Collection[int] = (),
-    ) -> None:
+        self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False,
+        with_state: Collection[int] = (), in_place: Sequence[InPlace | None] = (),
+    ) -> None:  # fmt: skip
         """Places the model and starts the engine. Weights leave memory as far as the budget asks.
 
         Args:
@@ -121,6 +113,7 @@ class Session(Budgets):
             default_root: Where files go by default.
             resume: ``disk_path`` holds an earlier run's store, whose last step counts.
             with_state: The ``id``s of parameters for which that store has optimizer state.
+            in_place: Where that store's last step has the weights of each part, if not in it.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -152,6 +145,8 @@ class Session(Budgets):
         if parked is None or self._fits:
             set_slots(self.blocks, owners_of(self.bindings))
             self._setup.find_in_place()
+        if resume:
+            self._setup.adopt_places(in_place)
         placer = self._placer()
         if parked is not None and not self._fits:
             in_force = parked.plan

@@ -34,7 +34,7 @@ from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
 from lightning_hetero.strategies.option_checks import Choices
-from lightning_hetero.strategies.resume import State, go_on, load_buffers
+from lightning_hetero.strategies.resume import State, go_on, load_buffers, read_places
 from lightning_hetero.strategies.step_retry import StepRetry
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
@@ -202,7 +202,7 @@ class OffloadRun:
         changes = ModelChanges(module, optimizers, resumed, strategy.lr_scheduler_configs)
         changes.check()
         changes.to_model()
-        rules = step_rules(trainer, module, strategy.precision_plugin)
+        rules, path = step_rules(trainer, module, strategy.precision_plugin), self.options.disk_path
         if self._peers is not None:
             rules = self._peers.rules(rules)
         strategy.setup_precision_plugin()
@@ -213,8 +213,9 @@ class OffloadRun:
             callbacks_of(trainer).insert(0, self._callback)
         with changes.in_groups():
             session.start(
-                optimizers, rules, default_root=local_root(trainer), resume=resumed is not None, with_state=changes.with_state()
-            )
+                optimizers, rules, default_root=local_root(trainer), resume=resumed is not None, with_state=changes.with_state(),
+                in_place=() if resumed is None or path is None else read_places(path.absolute()),
+            )  # fmt: skip
         state = TrainingState(trainer, changes) if session.keeps_steps else None
         if resumed is not None:
             load_buffers(module, resumed["buffers"])

@@ -17,6 +17,7 @@ from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format import record, stored_model, value_shapes
 from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.stored_model import has_lost_records
@@ -70,6 +71,11 @@ def read_state(path: Path) -> State:
             f"renamed, and stays."
         ) from error
     return _checked_state(last, path)
+
+
+def read_places(path: Path) -> list[InPlace | None]:
+    """Where the last step of a store has the weights of each part; ``None``: in its own files."""
+    return [entry.in_place for entry in _last_record(path).parts]
 
 
 def _checked_state(last: record.StepRecord, path: Path) -> State:

@@ -104,7 +104,7 @@ def test_the_account_of_a_plan_has_no_slot_of_them(plan: Any, folder: Path, cont
     halved = write(content, tmp_path / "half", torch.bfloat16)
     for weights in (folder, halved, None):
         sizes = Sizes()
-        strategy = offload(plan, tmp_path / str(weights and weights.name), weights) if weights else HeteroOffloadStrategy("host")
+        strategy = offload(plan, tmp_path / f"store-{weights.name}", weights) if weights else HeteroOffloadStrategy("host")
         if weights is None:
             fit(tmp_path, strategy, more=(sizes,))
         else:
@@ -152,6 +152,43 @@ def test_another_dtype_is_copied_to_one_slot(
     assert_same(got, fit(tmp_path, "auto", content=rounded))
     assert {number for number, _ in slots_of(tmp_path / "store").values()} == {1}
     assert "copied to one slot, or kept in memory: they are torch.float32, in the files torch.bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+def test_a_resume_needs_no_room_for_them(plan: str, tmp_path: Path) -> None:
+    """Also without ``weights=``, and with the model in memory: the record has the files."""
+    recipe = replace(RECIPE, shape=replace(RECIPE.shape, width=256, frozen=(0, 1, 2)))
+    torch.manual_seed(3)
+    folder = write(Changed(recipe).model.state_dict(), tmp_path / "weights")
+    store, strategy = tmp_path / "store", offload(plan, tmp_path / "store", folder)
+    fit(tmp_path, strategy, recipe, device="meta", stop=2)
+    needed = int(strategy.memory_report()["disk_bytes"])
+    resumed = HeteroOffloadStrategy(plan, disk_path=store, disk_capacity=needed + 2**18)  # and the training state
+    fit(tmp_path, resumed, recipe, store=store, stop=3)
+    assert resumed.memory_report()["disk_bytes"] == needed
+
+
+class Reads(pl.Callback):
+    """The bytes that the engine has read before the first batch."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.num_bytes = trainer.strategy.session.store.stats().bytes_read  # type: ignore[attr-defined]
+
+
+def test_a_resume_reads_them_into_memory_once(folder: Path, content: dict[str, Tensor], tmp_path: Path) -> None:
+    found = []
+    for copied in (False, True):
+        store, reads = tmp_path / str(copied), Reads()
+        first = HeteroOffloadStrategy("host", disk_path=store) if copied else offload("host", store, folder)
+        if copied:
+            fit(tmp_path, first, content=content, stop=2)
+            fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store), store=store, stop=3, more=(reads,))
+        else:
+            train(tmp_path, first, stop=2)
+            train(tmp_path, offload("host", store, folder), store=store, stop=3, more=(reads,))
+        found.append(reads.num_bytes)
+    pages = 4096 * (len(content) + 2)  # direct reads begin and end at pages
+    assert found[0] <= found[1] + pages
 
 
 def verified(store: Path) -> list[str]:

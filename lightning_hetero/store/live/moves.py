@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_hetero._native import NativePart, PartGeometry, Patch
+from lightning_hetero._native import InPlacePart, NativePart, PartGeometry, Patch
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.native_parts import attach_native, detach_native, new_native, open_native
 from lightning_hetero.store.live.tier_store import TierStore
@@ -63,7 +63,10 @@ def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> Na
         return None
     if geometry is None:
         store.flush(part)
-        return detach_native(store, part)
+        same = part.mirrored_versions if isinstance(part.native, InPlacePart) else -1  # the same file is its mirror then
+        old = detach_native(store, part)
+        part.mirrored_versions = same
+        return old
     store.flush(part)
     stepped = part.stepped
     # A full disk refuses this while the old one is whole.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_hetero._native import NativePart, PartGeometry
+from lightning_hetero._native import InPlacePart, NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.format.record import PartEntry
@@ -64,6 +64,8 @@ def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
 def attach_native(store: TierStore, part: Part, native: NativePart) -> None:
     """The part, which has none, gets its native part."""
     part.native = native
+    if not isinstance(native, InPlacePart):
+        part.in_place = None
     if not part.params:
         store.blobs.append(part)
     part.on_disk = has_file(native.geometry)
