@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, export_weights
 from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.runtime import quantized
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -96,6 +97,26 @@ def fit(
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_reads_the_weights_where_they_are_by_then(kind: str) -> None:
+    """On a device a block's weights come back to other memory, and theirs has other weights."""
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        layer, x = KINDS[kind](nn.Linear(64, 64, bias=False)), torch.randn(3, 64, requires_grad=True)
+        handles = quantized.follow(layer) if moves else []
+        out = layer(x)
+        if moves:
+            before = layer.weight.data
+            layer.weight.data = before.clone()
+            before.fill_(77)
+        out.square().sum().backward()
+        found.append(x.grad)
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
