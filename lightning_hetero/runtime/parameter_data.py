@@ -14,9 +14,11 @@ mirror is written at the end of every step that is kept.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -28,7 +30,7 @@ from lightning_hetero.store.live.moved_weights import assign
 from lightning_hetero.store.raw_memory import plain_data, set_data
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Watched:
     """A parameter of a session.
 
@@ -69,32 +71,47 @@ class Watched:
             assign(self.part, self.index, value, stays=stays, is_saved=residency.copies is not None)
 
 
-_watched: defaultdict[int, list[Watched]] = defaultdict(list)  # by the parameter's id; the latest session last
+# By the parameter's id, the latest session last. Only the session holds its rows, and thereby the
+# model: a model that nobody else holds is freed with its session.
+_watched: defaultdict[int, list[weakref.ref[Watched]]] = defaultdict(list)
+
+
+def _row(param: nn.Parameter) -> Watched | None:
+    return _watched[id(param)][-1]() if id(param) in _watched else None
 
 
 def _get(param: nn.Parameter) -> Tensor:
-    return _watched[id(param)][-1].data() if id(param) in _watched else plain_data(param)
+    row = _row(param)
+    return plain_data(param) if row is None else row.data()
 
 
 def _set(param: nn.Parameter, value: Tensor) -> None:
-    if id(param) in _watched:
-        _watched[id(param)][-1].assign(value)
-    else:
+    row = _row(param)
+    if row is None:
         set_data(param, value)
+    else:
+        row.assign(value)
 
 
 def watch(rows: Iterable[Watched]) -> None:
     """A session begins: it sees what happens to ``data`` of its parameters."""
     for row in rows:
-        _watched[id(row.param)].append(row)
+        key = id(row.param)
+        _watched[key].append(weakref.ref(row, partial(_drop, key)))
     setattr(nn.Parameter, "data", property(_get, _set))  # noqa: B010  # mypy knows of no setter
 
 
 def forget(rows: Iterable[Watched]) -> None:
     """The session ends. Without a session ``data`` is torch's own."""
     for row in rows:
-        _watched[id(row.param)].remove(row)
-        if not _watched[id(row.param)]:
-            del _watched[id(row.param)]
+        key = id(row.param)
+        for ref in [ref for ref in _watched[key] if ref() is row]:
+            _drop(key, ref)
     if not _watched and "data" in vars(nn.Parameter):
         delattr(nn.Parameter, "data")
+
+
+def _drop(key: int, ref: weakref.ref[Watched]) -> None:
+    _watched[key].remove(ref)
+    if not _watched[key]:
+        del _watched[key]
