@@ -95,19 +95,20 @@ def _observe_module(block: Block, runtime: _Runtime) -> list[RemovableHandle]:
     def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         runtime.forward_begins(block, (args, kwargs))
 
-    def after(module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def after(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         runtime.forward_ends(block, output)
         if (not block.spec.pinned or runtime.watcher is not None) and torch.is_grad_enabled():
             begins = _once_per_backward(lambda: runtime.backward_begins(block))
+            given = frozenset(map(id, (*args, *kwargs.values())))  # returned as it came: the gradient of another block
             for leaf in tensors_in(output):
-                if leaf.requires_grad:
+                if leaf.requires_grad and id(leaf) not in given:
                     register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
                     register(begins)
 
     return [
         block.spec.module.register_forward_pre_hook(eager(before), prepend=True, with_kwargs=True),
         # Checkpointing leaves a forward by an exception.
-        block.spec.module.register_forward_hook(eager(after), always_call=True),
+        block.spec.module.register_forward_hook(eager(after), always_call=True, with_kwargs=True),
     ]
 
 

@@ -221,3 +221,20 @@ def test_16_bit_weights_are_the_same_under_every_plan(kind: type[LitModel], tmp_
     expected = train(HeteroOffloadStrategy("host"))
     for where in ("disk", "spread", "updated on the host", "updated on the device", "resident"):
         assert_same(train(on_device(ON_DEVICE[where]) if where in ON_DEVICE else HeteroOffloadStrategy(where)), expected)
+
+
+class Dropped(Hooked):
+    """Blocks that are left out at random return what they got."""
+
+    def around(self, block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.training and not isinstance(block, nn.LayerNorm) and torch.rand(()) < 0.4:
+            return x
+        for param in block.parameters():
+            param.data = param.data * 0.97
+        return forward(x)
+
+
+@WHERE
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_blocks_that_return_what_they_got(accumulate: int, where: str, tmp_path: Path) -> None:
+    same(Dropped, where, tmp_path, shape=Shape(layers=5, frozen=(1,), counting=False), steps=5, accumulate=accumulate)
