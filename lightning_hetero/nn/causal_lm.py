@@ -63,24 +63,58 @@ class ChunkedCausalLMs:
 
 
 class NoLogits:
-    """Stands for logits that a chunked head does not compute, and has their loss."""
+    """Stands for logits that a chunked head does not compute, and has their loss.
 
-    def __init__(self, loss: Tensor, asked: _Asked) -> None:
-        self.loss, self.asked = loss, asked
+    It allows what leaves the loss as it is: ``contiguous()``, and ``float()``, which the loss
+    function of transformers calls anyway. Any other use is refused by name.
+    """
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def __init__(self, loss: Tensor, asked: _Asked, model: str) -> None:
+        self.loss, self.asked, self._model = loss, asked, model
+
+    def contiguous(self) -> NoLogits:
+        """Itself."""
+        return self
+
+    def float(self) -> NoLogits:
+        """Itself."""
+        return self
+
+    def _refuse(self, use: str) -> NoReturn:
         raise ConfigError(
-            "with chunked_head=True a call with labels computes a loss and no logits. Something uses the logits: the model "
-            "itself, if it scales or caps them, or code that reads output.logits. Call the model without labels for logits, or "
-            "leave chunked_head out."
+            f"with chunked_head=True a call of {self._model} with labels computes a loss and no logits, but {use!r} uses the "
+            f"logits. Either the model itself does that, because it scales or caps them, or code that reads output.logits. Call "
+            f"the model without labels for logits, or leave chunked_head out."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # what copy, pickle and numpy look for
             raise AttributeError(name)
-        self._refuse()
+        self._refuse(name)
 
-    __truediv__ = __mul__ = __rmul__ = __add__ = __getitem__ = __len__ = __iter__ = _refuse
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> NoReturn:
+        given = [*args, *(kwargs or {}).values()]
+        nested = [item for value in given if isinstance(value, list | tuple) for item in value]
+        for used in (*given, *nested):
+            if isinstance(used, NoLogits):
+                used._refuse(func.__name__)
+        raise ConfigError(f"with chunked_head=True a call with labels computes no logits, but {func.__name__!r} uses them.")
+
+
+def _refused(operator: str) -> Callable[..., NoReturn]:
+    def refuse(logits: NoLogits, *_: object) -> NoReturn:
+        logits._refuse(operator)
+
+    return refuse
+
+
+_OPERATORS = """add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs eq ne lt le gt ge
+getitem setitem len iter float int"""
+for _operator in _OPERATORS.split():
+    setattr(NoLogits, f"__{_operator}__", _refused(f"__{_operator}__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +189,7 @@ class _ChunkedModel:
     def _head(self, head: nn.Linear, hidden: Tensor) -> Tensor | NoLogits:
         if self._asked is None:
             return nn.Linear.forward(head, hidden)
-        return NoLogits(self._asked.loss(hidden, head), self._asked)
+        return NoLogits(self._asked.loss(hidden, head), self._asked, type(self._model).__name__)
 
     def _take_loss(self, logits: object, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
         """Takes the place of the model's loss function."""
@@ -194,7 +228,8 @@ def _heads(name: str, model: nn.Module) -> list[nn.Linear]:
     linears = [h for h in heads if type(h) is nn.Linear]
     if len(linears) != len(heads):
         raise ConfigError(
-            f"chunked_head=True: the head of {name!r} is a {type(head).__name__}; only torch.nn.Linear can be chunked. With "
-            f"PEFT, train the head by modules_to_save rather than by an adapter, or leave chunked_head out."
+            f"chunked_head=True: the head of {name!r} is a {type(head).__module__}.{type(head).__qualname__}; only "
+            f"torch.nn.Linear can be chunked. With PEFT, train the head by modules_to_save rather than by an adapter, or leave "
+            f"chunked_head out."
         )
     return linears

@@ -108,11 +108,31 @@ def test_logits_are_computed_without_labels_and_refused_with_them() -> None:
     with chunked(model):
         assert model(input_ids=tokens).logits.shape == (1, 4, llama.WORDS)
         output = model(input_ids=tokens, labels=tokens)
-        for use in (lambda: output.logits.argmax(-1), lambda: output.logits / 2, lambda: torch.argmax(output.logits)):
-            with pytest.raises((ConfigError, TypeError)):
-                use()
-        with pytest.raises(ConfigError, match=r"no logits.*without labels"):
-            output.logits.argmax(-1)
+        uses: dict[str, Callable[[Any], object]] = {
+            "argmax": lambda logits: logits.argmax(-1),
+            "__truediv__": lambda logits: logits / 2,
+            "__rsub__": lambda logits: 1 - logits,
+            "__matmul__": lambda logits: logits @ torch.ones(llama.WORDS, 1),
+            "__eq__": lambda logits: logits == tokens,
+            "__neg__": lambda logits: -logits,
+            "logsumexp": lambda logits: torch.logsumexp(logits, -1),
+            "cross_entropy": lambda logits: torch.nn.functional.cross_entropy(logits, tokens),
+            "stack": lambda logits: torch.stack([logits, logits]),
+        }
+        for name, use in uses.items():
+            with pytest.raises(ConfigError, match=f"LlamaForCausalLM with labels .* no logits, but '{name}' .* without labels"):
+                use(output.logits)
+
+
+def test_a_model_that_only_arranges_its_logits_is_chunked() -> None:
+    torch.manual_seed(4)
+    config = transformers.OPTConfig(
+        vocab_size=31, hidden_size=8, ffn_dim=8, num_hidden_layers=1, num_attention_heads=1, word_embed_proj_dim=8, dropout=0.0
+    )
+    model, tokens = transformers.OPTForCausalLM(config), torch.randint(0, 31, (2, 6))
+    plain = model(input_ids=tokens, labels=tokens).loss
+    with chunked(model):
+        torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, plain, rtol=1e-6, atol=1e-6)
 
 
 def gemma() -> Any:
@@ -138,7 +158,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
         ChunkedCausalLMs(model)
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(wrapped("own"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match=r"only torch\.nn\.Linear"):
+    with pytest.raises(ConfigError, match=r"is a peft\.tuners\.lora\.layer\.Linear; only torch\.nn\.Linear"):
         ChunkedCausalLMs(adapted)
     with pytest.raises(ConfigError, match="chunked_head"):
         HeteroOffloadStrategy(chunked_head=3)  # type: ignore[arg-type]
