@@ -216,13 +216,23 @@ def other_header(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+def other_values(path: Path) -> None:
+    """A file of the same model with other weights, as another training of it leaves."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start:] = bytes(byte ^ 1 for byte in data[start:])
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 def unreadable(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
 @pytest.mark.parametrize("plan", ["disk", "host"])
-@pytest.mark.parametrize("harm", [longer, shorter, touched, other_header, unreadable, Path.unlink])
+@pytest.mark.parametrize("harm", [longer, shorter, touched, other_header, other_values, unreadable, Path.unlink])
 def test_a_resume_refuses_a_file_that_is_another_one(
     plan: str, harm: Callable[[Path], object], folder: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,9 @@
 [Note: In place]
 Frozen weights that a file has with the same dtype and in the same order are not copied to the
 store. A record says which bytes of which file they are, and which file that was: its size, the time
-of its last change, and a digest of its header. The file is never written. If another file has its
+of its last change, and a digest of its header and of bytes in the middle of each tensor. Two models
+of one kind have equal headers and sizes, and archives and images give all files one time. So only
+the weights themselves tell such files apart. The file is never written. If another file has its
 name, the weights are refused by name.
 """
 
@@ -23,6 +25,7 @@ from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.store.raw_memory import memory_of
 
 _HEADER_BYTES_MAX = 100_000_000  # the safetensors package's limit
+_SAMPLE_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class SourceFile:
         path: Its path without links.
         num_bytes: Its size.
         mtime_ns: When it was last changed, in nanoseconds.
-        digest: SHA-256 of its header, in hexadecimal digits.
+        digest: SHA-256 of its header and of a sample of each tensor, in hexadecimal digits.
     """
 
     path: str
@@ -66,7 +69,7 @@ class SourceFile:
         real = os.path.realpath(path)
         try:
             status = os.stat(real)
-            return cls(real, status.st_size, status.st_mtime_ns, _header_digest(real))
+            return cls(real, status.st_size, status.st_mtime_ns, _digest(real))
         except OSError as error:
             raise StoreCorruptError(
                 f"{real!r}, from which frozen weights are read in place, cannot be read: {error.strerror}. Bring the file back."
@@ -81,7 +84,7 @@ class SourceFile:
         found = SourceFile.of(self.path)
         for what, old, new in (
             ("size", self.num_bytes, found.num_bytes),
-            ("header", self.digest[:12], found.digest[:12]),
+            ("header or a tensor's sample", self.digest[:12], found.digest[:12]),
             ("time of its last change", self.mtime_ns, found.mtime_ns),
         ):
             if old != new:
@@ -198,10 +201,27 @@ def _counts(*values: Any) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
-def _header_digest(path: str) -> str:
-    with open(path, "rb") as file:
-        begin = file.read(8)
-        return hashlib.sha256(begin + file.read(min(int.from_bytes(begin, "little"), _HEADER_BYTES_MAX))).hexdigest()
+def _digest(path: str) -> str:
+    """Of the header, and of the bytes in the middle of each tensor."""
+    with open(path, "rb", buffering=0) as file:
+        start = file.read(8)
+        header = file.read(min(int.from_bytes(start, "little"), _HEADER_BYTES_MAX))
+        digest = hashlib.sha256(start + header)
+        data = len(start) + len(header)
+        for begin, end in _extents(header, os.fstat(file.fileno()).st_size - data):
+            middle = (begin + end) // 2
+            digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - middle), data + middle))
+    return digest.hexdigest()
+
+
+def _extents(header: bytes, num_bytes: int) -> list[tuple[int, int]]:
+    """First byte and end of each tensor in the data; none if this is no header of such data."""
+    try:
+        rows = [row["data_offsets"] for name, row in json.loads(header).items() if name != "__metadata__"]
+        extents = sorted((begin, end) for begin, end in rows)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return extents if all(_counts(*extent) and extent[0] <= extent[1] <= num_bytes for extent in extents) else []
 
 
 def _read(path: str, offset: int, memory: memoryview) -> None:
