@@ -24,7 +24,7 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.queue import Lanes
-from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block, Moved, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back
@@ -285,6 +285,13 @@ class DeviceWeights:
             copy.bound = False
 
     def _reclaim(self, part: Part) -> None:
+        copy = self._copies.get(part)
+        if copy is None or not copy.bound:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # code may also move them without ``data``
+            for index, (param, view) in enumerate(zip(part.params, copy.views, strict=True)):
+                if param.data_ptr() != view.data_ptr() and index not in part.moved and param.numel():
+                    part.moved[index] = Moved(view, param._version)
         if part.moved:
             bring_back(part)
 
