@@ -85,6 +85,7 @@ RETYPED = (
     Borrowed("torch.nn.Parameter.__new__", "Parameters are noted as they are made, while a model is built."),
     Borrowed("torch._C.TensorBase.data", "Reading and setting `data` of such a parameter."),
     Borrowed("torch.nn.Parameter.data", "Writes through it count in the parameter's version counter."),
+    Borrowed("torch.nn.Parameter.set_", "It sets `data`: parametrizations such as `weight_norm` assign with it."),
 )
 
 # Private names of torch that are used as they are.

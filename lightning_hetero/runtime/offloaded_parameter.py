@@ -161,6 +161,7 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
         )
     content = materialize(value).detach().to("cpu")
     keep_content(source)
+    torch.autograd.graph.increment_version([parameter])  # backward cannot get the old values again
     source.write(content)
 
 

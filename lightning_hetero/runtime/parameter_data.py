@@ -9,7 +9,7 @@ in place, autograd raises if a backward needs the old values. Trained fp32 weigh
 copy but their mirror. Their ``data`` is torch's own. From the first time that code takes it, the
 mirror is written at the end of every step that is kept.
 
-``param.data = value`` is noted in [Note: Moved weights].
+``param.data = value`` is noted in [Note: Moved weights]; ``param.set_(value)`` does the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
@@ -28,6 +29,7 @@ from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.moved_weights import assign
 from lightning_hetero.store.raw_memory import plain_data, set_data
+from lightning_hetero.untyped import Value
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -93,12 +95,23 @@ def _set(param: nn.Parameter, value: Tensor) -> None:
         row.assign(value)
 
 
+def _set_to(param: nn.Parameter, source: Value = None, *layout: Value, **options: Value) -> Tensor:
+    """``param.set_(tensor)``, with which parametrizations assign, does what ``data`` does."""
+    row = _row(param)
+    if row is None or not isinstance(source, Tensor) or layout or options:
+        return Tensor.set_(param, *(() if source is None else (source, *layout)), **options)
+    torch.autograd.graph.increment_version([param])
+    row.assign(source)
+    return param
+
+
 def watch(rows: Iterable[Watched]) -> None:
     """A session begins: it sees what happens to ``data`` of its parameters."""
     for row in rows:
         key = id(row.param)
         _watched[key].append(weakref.ref(row, partial(_drop, key)))
     setattr(nn.Parameter, "data", property(_get, _set))  # noqa: B010  # mypy knows of no setter
+    setattr(nn.Parameter, "set_", _set_to)  # noqa: B010
 
 
 def forget(rows: Iterable[Watched]) -> None:
@@ -109,6 +122,7 @@ def forget(rows: Iterable[Watched]) -> None:
             _drop(key, ref)
     if not _watched and "data" in vars(nn.Parameter):
         delattr(nn.Parameter, "data")
+        delattr(nn.Parameter, "set_")
 
 
 def _drop(key: int, ref: weakref.ref[Watched]) -> None:

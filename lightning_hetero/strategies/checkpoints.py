@@ -56,6 +56,18 @@ class _Run(Protocol):
     def drop_session(self) -> None: ...
 
 
+class _Keys(Protocol):
+    """What ``load_state_dict`` returns."""
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """Keys that the state lacks."""
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        """Keys that the model lacks."""
+
+
 class Checkpoints:
     """Saves and loads for a strategy that offloads, around Lightning's own methods.
 
@@ -237,7 +249,7 @@ class Checkpoints:
 
     def load_weights(
         self,
-        load: Callable[[bool], torch.nn.modules.module._IncompatibleKeys],
+        load: Callable[[bool], _Keys],
         checkpoint: Mapping[str, Mapping[str, object]],
         *,
         strict: bool,

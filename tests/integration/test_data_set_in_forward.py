@@ -210,8 +210,39 @@ class Reset(LitModel):
                 param.set_((param * 0.9).detach())  # type: ignore[call-overload]
 
 
-def test_memory_that_is_set_in_another_way(tmp_path: Path) -> None:
-    same(Reset, "host", tmp_path, shape=Shape(layers=4, counting=False))
+class WeightNormed(LitModel):
+    """Assigns to a weight behind a parametrization, which calls ``set_``."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        for block in self.model.blocks:
+            nn.utils.parametrizations.weight_norm(block.up)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for block in self.model.blocks:
+                block.up.weight = block.up.weight * 0.99
+
+
+@WHERE
+@pytest.mark.parametrize("kind", [Reset, WeightNormed])
+def test_memory_that_is_set_in_another_way(kind: type[LitModel], where: str, tmp_path: Path) -> None:
+    same(kind, where, tmp_path, shape=Shape(layers=4, counting=False), steps=4)
+
+
+class Between(LitModel):
+    """Sets frozen values between forward and backward."""
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        for param in self.model.blocks[1].parameters():
+            param.data = param.data * 0.9
+
+
+@WHERE
+def test_data_set_between_forward_and_backward(where: str, tmp_path: Path) -> None:
+    """As above: plans that keep the weights in memory go on, others raise."""
+    with nullcontext() if where == "host" else pytest.raises((RuntimeError, ChangedInPlaceError), match=r"in-?place operation"):
+        same(Between, where, tmp_path, shape=MIXED)
 
 
 @pytest.mark.parametrize("kind", [Scaled, Constrained, Quantized, QuantizedClones, StraightThrough])

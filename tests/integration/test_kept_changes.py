@@ -54,8 +54,13 @@ def by_vector(module: nn.Module, name: str, param: nn.Parameter) -> None:
     nn.utils.vector_to_parameters(vector * 0.9, [param])
 
 
+def by_other_memory(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.set_((param * 0.9).detach())  # type: ignore[call-overload]
+
+
 WAYS: list[Callable[[nn.Module, str, nn.Parameter], None]] = [
-    by_operator, by_copy, by_initializer, by_loading, by_writing_data, by_setting_data, by_vector,
+    by_operator, by_copy, by_initializer, by_loading, by_writing_data, by_setting_data, by_vector, by_other_memory,
 ]  # fmt: skip
 
 
