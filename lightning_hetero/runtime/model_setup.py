@@ -18,7 +18,7 @@ from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, mat
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, parts_of, split
-from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.geometry import own_versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
 from lightning_hetero.store.live.tier_store import TierStore
@@ -223,7 +223,7 @@ def _open(store: TierStore, part: Part, geometry: PartGeometry | None, *, is_rea
     """Opens the part with its weights in memory, which may just have been read, and no state."""
     if part.in_place is not None:
         part.in_place.check()
-        part.mirrored_versions = versions(part) if is_read else -1
+        part.mirrored_versions = own_versions(part) if is_read else -1
     if part.native is not None and geometry is not None and replace(part.native.geometry, id=geometry.id) == geometry:
         reset_native(store, part)
     else:

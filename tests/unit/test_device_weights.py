@@ -187,6 +187,35 @@ def test_weights_that_were_moved_with_data_come_back_to_the_device_memory(net: W
     assert linear.weight.eq(0.5).all()
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_weights_that_are_moved_around_a_copy_to_the_host_are_copied_again(net: World, lanes: EmulatedLanes, when: str) -> None:
+    """SWAP_OUT of an update may run while the next forward sets ``data`` and until its use ends."""
+    side, linear = net.on(lanes, BELOW), net.root.linear
+    block = next(b for b in net.blocks if b.name == "linear")
+    part = next(p for p in block.parts if "linear.weight" in p.names)
+    bring(lanes, side, block)
+    side.weights.updated(part)
+    move = partial(assign, part, part.names.index("linear.weight"), torch.full((5, 7), 0.5), stays=False, is_saved=True)
+    if when == "before":
+        move()
+        run(lanes, Lane.D2H, partial(side.weights.download, block), [lanes.mark()]).wait()
+    else:
+        copy = lanes.copy
+
+        def copy_late(*args: Tensor) -> None:
+            copy(*args)
+            with torch.no_grad():
+                linear.weight.fill_(0.5)
+
+        lanes.copy = copy_late  # type: ignore[method-assign]
+        side.weights.download(block)
+        lanes.copy = copy  # type: ignore[method-assign]
+    assert side.weights.changed(block)
+    run(lanes, Lane.D2H, partial(side.weights.download, block), [lanes.mark()]).wait()
+    assert in_memory(net)["linear.weight"].eq(0.5).all()
+    assert not side.weights.changed(block)
+
+
 def test_a_write_through_the_door_reaches_the_copy_on_the_device(net: World, lanes: EmulatedLanes) -> None:
     side, linear = net.on(lanes, BELOW), net.root.linear
     block = next(b for b in net.blocks if b.name == "linear")

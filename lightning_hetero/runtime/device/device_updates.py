@@ -31,7 +31,7 @@ from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes.base import Event
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.live.blocks import Block, Part
-from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.geometry import own_versions, versions
 from lightning_hetero.store.live.mirrors import STATE, spans, writes_of
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import tensor_at
@@ -92,7 +92,7 @@ class DeviceUpdates:
             return False
         if len(state.arrays) > len(adam.MOMENTS) and part.master_versions != versions(part):  # as before the next update
             state.arrays[0].copy_(self._weights.newest_flat(part))
-            part.master_versions = versions(part)
+            part.master_versions = own_versions(part)
         for host, array in zip(_host(part), state.arrays, strict=True):
             self._lanes.copy(host, array)
         return state.kept
@@ -164,7 +164,7 @@ class DeviceUpdates:
         part.stepped, part.fresh = True, False
         # Autograd raises if a graph still needs the old weights.
         torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
-        part.master_versions = versions(part)
+        part.master_versions = own_versions(part)
         self._weights.updated(part)
 
     def _step(self, hyper: Hyper, chunk: Sequence[tuple[int, Tensor]], arrays: Sequence[Tensor], scale: float) -> None:

@@ -25,7 +25,7 @@ from lightning_hetero.errors import HeteroError, OffloadedAccessError
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.live.blocks import Block, Moved, Part
-from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.geometry import own_versions, versions
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back
 from lightning_hetero.store.raw_memory import set_data, tensor_at
@@ -90,7 +90,7 @@ class DeviceWeights:
             copy = self._copies.get(part)
             if copy is not None and self._changed(part, copy):
                 self._lanes.copy(_host(part), _flat(part, copy.memory))
-                self._agree(part, copy)
+                self._agree(copy, own_versions(part))
             self._unbind(part)
             self._free(part)
             self._lanes.page_unlock(_host(part))  # its next plan may give the pages back
@@ -108,8 +108,9 @@ class DeviceWeights:
             if known is not None and self._changed(part, known):
                 continue  # user code has written to the device's weights since the update
             copy = known or self._take(part, kept=False)
+            seen = own_versions(part)
             self._lanes.copy(_flat(part, copy.memory), _host(part))
-            self._agree(part, copy)
+            self._agree(copy, seen)
         return []
 
     def free(self, block: Block) -> list[Ticket]:
@@ -124,8 +125,9 @@ class DeviceWeights:
         Before a RELEASE or an update on the CPU, it copies changes of user code: :meth:`changed`.
         """
         for part in block.parts:
+            seen = own_versions(part)
             if self.lend(part):
-                self._agree(part, self._copies[part])
+                self._agree(self._copies[part], seen)
                 part.dirty |= block.weights_on_disk
         return []
 
@@ -162,7 +164,7 @@ class DeviceWeights:
                 if not block.resident:
                     raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
                 self._lanes.copy(_flat(part, copy.memory), _host(part))
-                self._agree(part, copy)
+                self._agree(copy, own_versions(part))
             self._bind(part, copy)
 
     def unbind(self, block: Block) -> None:
@@ -201,12 +203,12 @@ class DeviceWeights:
         """An update on the CPU has the part: the device's weights are old."""
         copy = self._copies.get(part)
         if copy is not None:
-            copy.outdated, copy.newer, copy.versions = True, False, versions(part)
+            copy.outdated, copy.newer, copy.versions = True, False, own_versions(part)
 
     def updated(self, part: Part) -> None:
         """Compute has an update on the device: the device has newer weights than the host."""
         copy = self._copies[part]
-        copy.newer, copy.outdated, copy.versions = True, False, versions(part)
+        copy.newer, copy.outdated, copy.versions = True, False, own_versions(part)
 
     def flat(self, part: Part) -> Tensor:
         """The part's device memory as one run of its dtype.
@@ -264,7 +266,7 @@ class DeviceWeights:
 
     def _take(self, part: Part, *, kept: bool) -> _Copy:
         memory = self._lanes.memory().take(_num_bytes(part), f"weights of {part.block.name}")
-        copy = self._copies[part] = _Copy(memory, _views(part, memory), kept, versions(part))
+        copy = self._copies[part] = _Copy(memory, _views(part, memory), kept, own_versions(part))
         return copy
 
     def _free(self, part: Part) -> None:
@@ -298,8 +300,8 @@ class DeviceWeights:
     def _changed(self, part: Part, copy: _Copy) -> bool:
         return copy.newer or (not copy.outdated and copy.versions != versions(part))
 
-    def _agree(self, part: Part, copy: _Copy) -> None:
-        copy.newer, copy.outdated, copy.written, copy.versions = False, False, False, versions(part)
+    def _agree(self, copy: _Copy, seen: int) -> None:
+        copy.newer, copy.outdated, copy.written, copy.versions = False, False, False, seen
 
 
 def _num_bytes(part: Part) -> int:

@@ -61,7 +61,16 @@ def opaque_chunk(num_bytes: int, chunk_bytes_max: int) -> int:
 
 def versions(part: Part) -> int:
     """Changes when a parameter of the part is written to in place, or moved."""
-    return sum(map(_VERSION, part.params)) + part.num_moves + len(part.moved)
+    return own_versions(part) + len(part.moved)
+
+
+def own_versions(part: Part) -> int:
+    """:func:`versions` of what the part's own memory has now, which lacks what is moved.
+
+    Whoever copies that memory notes this number, and takes it before the copy: code may write
+    meanwhile, and the copy may lack that.
+    """
+    return sum(map(_VERSION, part.params)) + part.num_moves
 
 
 def may_differ(part: Part) -> bool:

@@ -8,7 +8,7 @@ from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Payload, urgency
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
-from lightning_hetero.store.live.geometry import may_differ, versions
+from lightning_hetero.store.live.geometry import may_differ, own_versions
 from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.tier_store import TierStore
 
@@ -49,7 +49,7 @@ def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ())
     """
     if not part.mirrors or not may_differ(part):
         return []
-    part.mirrored_versions = versions(part)
+    part.mirrored_versions = own_versions(part)
     tickets = []
     after = [*after, *([part.updated] if part.updated is not None else [])]
     for kind, mirror in part.mirrors.items():

@@ -10,7 +10,7 @@ from lightning_hetero.ir.plan import Tier
 from lightning_hetero.store.format.record import PartEntry
 from lightning_hetero.store.live import mirrors
 from lightning_hetero.store.live.blocks import Mirror, Part
-from lightning_hetero.store.live.geometry import geometry_of, has_file, has_master, versions, weights_on_file
+from lightning_hetero.store.live.geometry import geometry_of, has_file, has_master, own_versions, weights_on_file
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
 
@@ -58,7 +58,7 @@ def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
     for ticket in tickets:
         ticket.wait()
     store.master_is_current(part)
-    part.mirrored_versions = versions(part)
+    part.mirrored_versions = own_versions(part)
 
 
 def attach_native(store: TierStore, part: Part, native: NativePart) -> None:

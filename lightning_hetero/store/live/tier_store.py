@@ -28,7 +28,7 @@ from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.block_files import BlockFiles
 from lightning_hetero.store.live.blocks import Block, Part, lost
 from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
-from lightning_hetero.store.live.geometry import WEIGHTS, has_master, versions, weights_on_file
+from lightning_hetero.store.live.geometry import WEIGHTS, has_master, own_versions, versions, weights_on_file
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import weights_now
@@ -223,7 +223,7 @@ class TierStore:
 
     def master_is_current(self, part: Part) -> None:
         """The fp32 master and the 16-bit weights agree now."""
-        part.master_versions = versions(part)
+        part.master_versions = own_versions(part)
 
     def patch(self, part: Part, index: int, value: Tensor) -> None:
         """Sets parameter ``index`` of a part with weights on disk, with the next flush."""
