@@ -9,7 +9,8 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.profiling.presets.figures import find
-from lightning_hetero.profiling.presets.transformers import Architecture, Gpt, Llama, profile
+from lightning_hetero.profiling.presets.llama_family import Llama
+from lightning_hetero.profiling.presets.transformers import Architecture, Gpt, profile
 
 _FAMILIES: dict[str, type[Gpt] | type[Llama]] = {"gpt": Gpt, "llama": Llama}
 

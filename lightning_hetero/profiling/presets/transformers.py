@@ -20,7 +20,7 @@ without dropout, is not in the profile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -100,7 +100,7 @@ class Gpt:
     head_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_dimensions("a GPT", self.layers, self.hidden, self.heads, self.vocabulary)
+        check_dimensions("a GPT", self.layers, self.hidden, self.heads, self.vocabulary)
         if self.activation not in ("gelu", "relu"):
             raise ConfigError(f"activation={self.activation!r}; allowed: 'gelu', 'relu'.")
 
@@ -114,19 +114,18 @@ class Gpt:
         if shape.sequence > rows:
             raise ConfigError(f"sequence={shape.sequence}; allowed: at most {rows}, the positions that the model has.")
         h, tokens, e = self.hidden, shape.tokens, shape.itemsize
-        embedding = _embedding(
-            (self.vocabulary + rows + self.extra_positions) * h, tokens, mask_bytes=tokens * h if self.dropout else 0
-        )
+        first = embedding((self.vocabulary + rows + self.extra_positions) * h, tokens, mask_bytes=tokens * h if self.dropout else 0)
         operators = self._operators(shape)
-        block = _Template(
+        block = Template(
             num_params=12 * h * h + 13 * h,
             operators=operators,
             flop=24 * tokens * h * h + 4 * tokens * shape.sequence * h,
             boundary_bytes=e * tokens * h,
             transient_bytes=max(e * tokens * (h + 2 * 4 * h), self._attention_transient(shape)),
         )
-        head = _head(h, self.vocabulary, 2 * h, shape, self.head_tokens)
-        return (embedding, *block.repeat(self.layers, flop_per_s), head.at("head", flop_per_s, pinned=True))
+        last = head(h, self.vocabulary, 2 * h, shape, self.head_tokens)
+        layers = (block.at(f"layers.{i}", flop_per_s) for i in range(self.layers))
+        return (first, *layers, last.at("head", flop_per_s, pinned=True))
 
     def _operators(self, shape: Shape) -> tuple[OperatorProfile, ...]:
         h, tokens, e = self.hidden, shape.tokens, shape.itemsize
@@ -153,89 +152,7 @@ class Gpt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama:
-    """A decoder of the LLaMA family.
-
-    It has RMSNorms, no biases, rotary positions, and a gated MLP of three products.
-
-    Attributes:
-        layers: Transformer blocks.
-        hidden: h.
-        heads: Heads of the queries.
-        vocabulary: Number of tokens.
-        intermediate: i; ``None``: 8/3 of h rounded up to a multiple of 256, as in LLaMA.
-        kv_heads: Heads of keys and values; ``None``: as many as of the queries.
-        tied: Whether the head shares the embedding's weights.
-        flash: Whether attention is fused: no tensor of size s x s is kept.
-        head_tokens: Tokens whose logits exist at once; ``None``: all, as with torch's cross
-            entropy.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int = 32000
-    intermediate: int | None = None
-    kv_heads: int | None = None
-    tied: bool = False
-    flash: bool = True
-    head_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_dimensions("a LLaMA", self.layers, self.hidden, self.heads, self.vocabulary)
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            raise ConfigError(f"kv_heads={self.kv_heads!r}; allowed: a divisor of heads={self.heads}.")
-
-    def blocks(self, shape: Shape, flop_per_s: float) -> tuple[BlockProfile, ...]:
-        """The embedding, the transformer blocks, the head."""
-        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
-        wide, narrow = self._wide(), self._narrow()
-        products = 2 * h * h + 2 * h * narrow + 3 * h * wide
-        embedding = _embedding(self.vocabulary * h, tokens, mask_bytes=0)
-        square = 0 if self.flash else 2 * self.heads * shape.sequence * tokens * e
-        block = _Template(
-            num_params=products + 2 * h,
-            operators=self._operators(shape),
-            flop=2 * tokens * products + 4 * tokens * shape.sequence * h,
-            boundary_bytes=e * tokens * h,
-            # Gradients in backward: of the residual and three wide ones, or of attention's outputs
-            # and inputs.
-            transient_bytes=max(e * tokens * (h + 3 * wide), e * tokens * (3 * h + 2 * narrow) + square),
-        )
-        head = _head(h, self.vocabulary, h + (0 if self.tied else self.vocabulary * h), shape, self.head_tokens)
-        return (embedding, *block.repeat(self.layers, flop_per_s), head.at("head", flop_per_s, pinned=True))
-
-    def _wide(self) -> int:
-        return -(-8 * self.hidden // (3 * 256)) * 256 if self.intermediate is None else self.intermediate
-
-    def _narrow(self) -> int:
-        """Elements of one token's keys, and of its values."""
-        return self.hidden if self.kv_heads is None else self.hidden // self.heads * self.kv_heads
-
-    def _operators(self, shape: Shape) -> tuple[OperatorProfile, ...]:
-        h, tokens, e = self.hidden, shape.tokens, shape.itemsize
-        wide, narrow = self._wide(), self._narrow()
-        hidden, inner = e * tokens * h, e * tokens * wide
-        square = 0 if self.flash else self.heads * shape.sequence * tokens * e
-        return _operator_rows(
-            (
-                ("input_layernorm", 0, hidden),
-                ("self_attn.q_proj", 2 * tokens * h * h, hidden),
-                ("self_attn.k_proj", 2 * tokens * h * narrow, e * tokens * narrow),
-                ("self_attn.v_proj", 2 * tokens * h * narrow, e * tokens * narrow),
-                ("self_attn", 4 * tokens * shape.sequence * h, hidden + square),
-                ("self_attn.o_proj", 2 * tokens * h * h, hidden),  # the sum with the residual, which the next norm keeps
-                ("post_attention_layernorm", 0, hidden),
-                ("mlp.gate_proj", 2 * tokens * h * wide, inner),
-                ("mlp.up_proj", 2 * tokens * h * wide, inner),
-                ("mlp.act_fn", 0, inner),
-                ("mlp.gated", 0, inner),  # act_fn x up_proj, the input of down_proj
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Template:
+class Template:
     """A block before it has a name and a time."""
 
     num_params: int
@@ -245,6 +162,7 @@ class _Template:
     transient_bytes: int
 
     def at(self, name: str, flop_per_s: float, *, pinned: bool = False) -> BlockProfile:
+        """Its profile."""
         seconds = self.flop / flop_per_s
         return BlockProfile(
             name=name,
@@ -260,23 +178,20 @@ class _Template:
             pinned=pinned,
         )
 
-    def repeat(self, layers: int, flop_per_s: float) -> Iterable[BlockProfile]:
-        return (self.at(f"layers.{i}", flop_per_s) for i in range(layers))
-
 
 def _operator_rows(rows: Sequence[tuple[str, int, int]]) -> tuple[OperatorProfile, ...]:
     """Operators from name, FLOP and bytes; operators without saved bytes are left out."""
     return tuple(OperatorProfile(name=name, flop=float(flop), bytes=kept) for name, flop, kept in rows if kept)
 
 
-def _embedding(num_params: int, tokens: int, *, mask_bytes: int) -> BlockProfile:
+def embedding(num_params: int, tokens: int, *, mask_bytes: int) -> BlockProfile:
     """The embedding: saves the ids and dropout's mask. Its output is the first block's boundary."""
     operators = _operator_rows((("drop", 0, mask_bytes),))
-    template = _Template(num_params=num_params, operators=operators, flop=0, boundary_bytes=_ID_BYTES * tokens, transient_bytes=0)
+    template = Template(num_params=num_params, operators=operators, flop=0, boundary_bytes=_ID_BYTES * tokens, transient_bytes=0)
     return template.at("embedding", 1.0, pinned=True)
 
 
-def _head(h: int, vocabulary: int, num_params: int, shape: Shape, head_tokens: int | None) -> _Template:
+def head(h: int, vocabulary: int, num_params: int, shape: Shape, head_tokens: int | None) -> Template:
     """The last norm, the product with the vocabulary and the loss.
 
     torch's cross entropy saves fp32 log-probabilities; forward also holds the logits and an fp32
@@ -288,7 +203,7 @@ def _head(h: int, vocabulary: int, num_params: int, shape: Shape, head_tokens: i
     logits = vocabulary * (tokens if head_tokens is None else min(head_tokens, tokens))
     kept, copies = (4 * logits, 4) if head_tokens is None else (hidden, 8)
     flop = 2 * tokens * h * vocabulary
-    return _Template(
+    return Template(
         num_params=num_params,
         operators=_operator_rows((("norm", 0, hidden), ("lm_head", flop, kept))),
         flop=flop,
@@ -332,7 +247,12 @@ def _positive(what: str, key: str, value: int) -> None:
         raise ConfigError(f"{what} with {key}={value!r}; allowed: a whole number of at least 1.")
 
 
-def _check_dimensions(what: str, layers: int, hidden: int, heads: int, vocabulary: int) -> None:
+def check_dimensions(what: str, layers: int, hidden: int, heads: int, vocabulary: int) -> None:
+    """Refuses dimensions that no model has.
+
+    Raises:
+        ConfigError: One is no whole number of at least 1, or ``heads`` does not divide ``hidden``.
+    """
     for key, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("vocabulary", vocabulary)):
         _positive(what, key, value)
     if hidden % heads:
