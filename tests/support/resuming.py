@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe, Shape, data, once, outcome, quiet_trainer
 
 BATCHES = 4  # of an epoch
 RECIPE = Recipe(steps=12, shape=Shape(layers=3, dropout=0.1), clip=1.0, schedule="onecycle", validate=True, groups=True)
@@ -47,6 +47,15 @@ def train(
     root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None, **options: Any
 ) -> Outcome:
     """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
+    if strategy == "auto" and stop is None and store is None:
+        key = (train, recipe, *options.items())
+        return once(key, partial(_train, root, strategy, recipe, **options))
+    return _train(root, strategy, recipe, stop=stop, store=store, **options)
+
+
+def _train(
+    root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None, **options: Any
+) -> Outcome:
     limits = {"max_steps": recipe.steps, **options}
     torch.manual_seed(7)
     module = Model(recipe)
