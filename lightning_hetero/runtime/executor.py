@@ -25,16 +25,15 @@ from torch import Tensor
 
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import Plan, UpdateOrder
 from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
 from lightning_hetero.runtime.lanes import Event
-from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.device import DeviceResidency
 from lightning_hetero.runtime.residency.host import HostResidency
@@ -61,8 +60,6 @@ class Executor:
         self._step: Step | None = None  # None: there is no schedule for the rest of the batch
         self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
-        self._seen: list[int] = []
-        self._training = False
         self._between = True  # no batch is under way
         self._held: set[int] = set()  # blocks that stay open for the rest of the batch
         self._in_backward_of: Block | None = None
@@ -123,12 +120,12 @@ class Executor:
     def begin_step(self, *, training: bool) -> None:
         """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
         last, self._between = self._end_step(training=training), False
-        self._schedules.learn(self._seen, training=self._training)
+        self._schedules.begin_batch(training=training)
         self._close_all(opened=last is None)
-        self._training, self._seen, self._at = training, [], None
+        self._at = None
         waits = bool(self.context.placement.rules.deferred)
         self.speculation.begin(training=training and self.armed and waits and not self.batch.probing)
-        self._follow(self._expected(training), last)
+        self._follow(self._expected(), last)
         self.updater.begin_step()
         if training:
             self._room.forward_begins()
@@ -158,12 +155,12 @@ class Executor:
         self._between = True
         self.residency.end_batch()
 
-    def _expected(self, training: bool) -> StepSignature | None:
+    def _expected(self) -> StepSignature | None:
         updates = Updates.NONE
-        if training and self.batch.armed is not None:
+        if self._schedules.training and self.batch.armed is not None:
             updates = Updates.AFTER_VERDICT if self.handlers.all_wait else Updates.IN_BACKWARD
             updates = Updates.SPECULATIVE if self.speculation.trying else updates
-        return self._schedules.signature(updates, training=training)
+        return self._schedules.signature(updates)
 
     def _close_all(self, *, opened: bool) -> None:
         """Closes what the last batch left open; ``opened``: also updates without gradients."""
@@ -189,10 +186,8 @@ class Executor:
             if block is not self._in_backward_of:  # recomputation: autograd has moved on to this block
                 self._close_backward()
         else:
-            self._seen.append(block.index)
+            self._used(block)
             self._room.reaches(block)
-            if self._training and not torch.is_grad_enabled():
-                block.early_unsafe = True
         with self.recorder.waiting(f"F {block.name}"):
             self._reach(Phase.FORWARD, block)
             self.residency.open(block)
@@ -213,11 +208,14 @@ class Executor:
         if self.batch.in_backward:
             self.residency.ensure(block)
         else:
-            self._seen.append(block.index)
-            block.early_unsafe |= self._training and not torch.is_grad_enabled()
+            self._used(block)
             with self.recorder.waiting(f"F {block.name}"):
                 self._reach(Phase.FORWARD, block)
         self.residency.open(block)
+
+    def _used(self, block: Block) -> None:
+        self._schedules.seen.append(block.index)
+        block.early_unsafe |= self._schedules.training and not torch.is_grad_enabled()
 
     def forward_ends(self, block: Block, output: object = None) -> None:
         """The use of the block is over."""
@@ -254,7 +252,7 @@ class Executor:
 
     def _is_last_backward(self, block: Block) -> bool:
         """Whether only backwards of pinned blocks follow."""
-        for index in self._seen:
+        for index in self._schedules.seen:
             if not self.blocks[index].spec.pinned:
                 return index == block.index
         return False
@@ -298,7 +296,7 @@ class Executor:
             loss = None
         with self.recorder.waiting("backward"):
             if self.device is None:
-                self._wait_updates()
+                self.handlers.wait_updates()
             self._room.backward_begins(loss)
 
     def backward_ends(self) -> None:
@@ -329,7 +327,7 @@ class Executor:
         self._verdict(scale)
         if self._step is not None:
             self._step.finish()
-        self._update_rest(binding)
+        self.handlers.update_rest(binding, one_by_one=self.plan.update_order is UpdateOrder.NAIVE)
         if self.device is None:
             self.updater.cancel_opened(self.blocks)
         if self.batch.commits:
@@ -342,27 +340,7 @@ class Executor:
             self.lanes.drain()
             self.store.files.wait_for_commit()
         elif self.updater.rules.waits:
-            self._wait_updates()
-
-    def _update_rest(self, binding: OptimizerBinding) -> None:
-        """Runs updates that no op of the schedule has run."""
-        if binding.rule is Rule.WHOLE:
-            self.updater.update_whole(binding)
-            return
-        one_by_one = self.plan.update_order is UpdateOrder.NAIVE
-        computed = []
-        for block in self.blocks:
-            if self.updater.has_work(block, binding) or self.speculation.is_due(block):
-                end = self.handlers.update_now(block, after=self.handlers.updating if one_by_one else ())
-                if block.plan.update is UpdateLane.DEVICE:
-                    computed.append(end)
-        self.lanes.compute_waits(computed)
-
-    def _wait_updates(self) -> None:
-        """Waits until updates have read their gradients and written weights."""
-        for end in self.handlers.updating:
-            end.wait()
-        self.handlers.updating.clear()
+            self.handlers.wait_updates()
 
     def mirror(self) -> None:
         """Ends a kept step: the engine gets the writes of everything that lives in memory."""
@@ -399,7 +377,7 @@ class Executor:
             if block is self._at:
                 return
         index = None if self._step is None else self._step.find(phase, block.index)
-        if index is None and phase is Phase.FORWARD and not self._training:
+        if index is None and phase is Phase.FORWARD and not self._schedules.training:
             index = self._begin_pass(block)
         self._at = block
         if index is None or self._step is None:
@@ -415,8 +393,7 @@ class Executor:
 
         Returns the block's anchor in it; ``None`` if the batch goes on with the schedule it has.
         """
-        self._schedules.shorten(self._seen)
-        signature = self._schedules.next_pass(self._seen, self.schedule)
+        signature = self._schedules.next_pass(self.schedule)
         if signature is None or (self.device is not None and torch.is_grad_enabled()):
             return None
         self._follow(signature, self._end_step(training=False))
@@ -452,7 +429,7 @@ class Executor:
                 continue
             break
         self._forget_ops()
-        self._seen = []
+        self._schedules.seen = []
         if self.handlers.activations is not None:
             self.handlers.activations.begin_batch()
         self._close_all(opened=True)
@@ -470,8 +447,7 @@ class Executor:
     def rest(self) -> None:
         """Between two batches: leaves no block in use, no op under way, no write uncommitted."""
         self.lanes.drain()
-        self._schedules.learn(self._seen, training=self._training)
-        self._seen = []
+        self._schedules.learn()
         self._close_all(opened=True)
         self.drain()
         for block in self.blocks:
@@ -488,7 +464,7 @@ class Executor:
             for part in block.parts:
                 self.residency.settle(part)
                 self.residency.parameters.free(part)
-        self._wait_updates()
+        self.handlers.wait_updates()
 
     @contextmanager
     def handed(self, *, whole: bool) -> Iterator[None]:
@@ -566,23 +542,15 @@ class Executor:
     def stop(self) -> None:
         """Closes the lanes. The device's memory is free if everything has left it."""
         try:
-            self._free_device()
+            if self.device is not None:
+                self.device.gradients.close(self.blocks)
+            if self.handlers.activations is not None:
+                self.handlers.activations.close()
+            if not self.lanes.memory().used_bytes:
+                with suppress(RuntimeError):  # a device that has failed
+                    self.lanes.resize(0)
         finally:
             self.lanes.close()
-
-    def _free_device(self) -> None:
-        if self.device is not None:
-            for block in self.blocks:  # kept gradients lie in memory of the lanes
-                for param in block.params():
-                    if type(param.grad) is HostGradient:
-                        param.grad = None
-            self.device.gradients.drop()
-            self.device.gradients.pool.close()
-        if self.handlers.activations is not None:
-            self.handlers.activations.close()
-        if not self.lanes.memory().used_bytes:
-            with suppress(RuntimeError):  # a device that has failed
-                self.lanes.resize(0)
 
     def let_go(self) -> None:
         """Forgets the model: it belongs to another owner."""

@@ -184,6 +184,25 @@ class Handlers:
             self._submit_now(OpKind.SWAP_OUT, block, Lane.D2H, after, Payload.WEIGHTS)
         return updated
 
+    def update_rest(self, binding: OptimizerBinding, *, one_by_one: bool) -> None:
+        """Runs updates that no op of the schedule has run."""
+        if binding.rule is Rule.WHOLE:
+            self._updater.update_whole(binding)
+            return
+        computed = []
+        for block in self._blocks:
+            if self._updater.has_work(block, binding) or self._speculation.is_due(block):
+                end = self.update_now(block, after=self.updating if one_by_one else ())
+                if block.plan.update is UpdateLane.DEVICE:
+                    computed.append(end)
+        self._lanes.compute_waits(computed)
+
+    def wait_updates(self) -> None:
+        """Waits until updates have read their gradients and written weights."""
+        for end in self.updating:
+            end.wait()
+        self.updating.clear()
+
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
     ) -> Event:

@@ -122,6 +122,8 @@ class Schedules:
     """The schedules of one plan: a batch is expected to go as the last one of its kind."""
 
     def __init__(self, plan: Plan, model: ModelShape, capacity_bytes: int) -> None:
+        self.seen: list[int] = []  # the blocks that the batch under way has used
+        self.training = False  # whether it trains
         self._orders = dict.fromkeys((True, False), tuple(range(len(model.blocks))))
         self.adopt(plan, model, capacity_bytes)
 
@@ -130,43 +132,46 @@ class Schedules:
         self._plan, self._model, self._capacity_bytes = plan, model, capacity_bytes
         self._lowered: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None], Schedule] = {}
 
-    def learn(self, order: Sequence[int], *, training: bool) -> None:
-        """Expects the next batch of this kind to use the blocks in this order.
+    def begin_batch(self, *, training: bool) -> None:
+        """Another batch begins."""
+        self.learn()
+        self.training = training
+
+    def learn(self) -> None:
+        """The batch has ended: expects the next one of its kind to use the blocks in this order.
 
         Of a batch that goes over the model many times without training, as generation token by
         token, expects the first pass.
         """
+        order, self.seen = self.seen, []
         if order:
-            self._orders[training] = tuple(order if training or not self._is_long(order) else _first_pass(order))
+            self._orders[self.training] = tuple(order if self.training or not self._is_long(order) else _first_pass(order))
 
-    def next_pass(self, seen: Sequence[int], passing: Schedule | None) -> StepSignature | None:
-        """The next pass of a batch without training, which begins with the last block of ``seen``.
+    def next_pass(self, passing: Schedule | None) -> StepSignature | None:
+        """The next pass of a batch without training, which begins with the last block it has used.
 
         It is expected to be like the one that ends, or like the one that was expected
         (``passing``) if it ended early. ``None``: the block has not been used before, or it is used
         twice in a row.
         """
-        order = _last_pass(seen)
+        most = _LONG_ORDER * len(self._model.blocks) + 1
+        if len(self.seen) > 3 * most:  # what is between the first and the last passes does not count
+            del self.seen[most:-most]
+        order = _last_pass(self.seen)
         if order is None:
             return None
         expected = () if passing is None else passing.signature.order
         return StepSignature(order=expected if expected[: len(order)] == order else order, training=False)
 
-    def shorten(self, seen: list[int]) -> None:
-        """Forgets what a batch without training used between its first and its last passes."""
-        most = _LONG_ORDER * len(self._model.blocks) + 1
-        if len(seen) > 3 * most:
-            del seen[most:-most]
-
     def _is_long(self, order: Sequence[int]) -> bool:
         return len(order) > _LONG_ORDER * max(1, len(self._model.blocks))
 
-    def signature(self, updates: Updates, *, training: bool) -> StepSignature | None:
+    def signature(self, updates: Updates) -> StepSignature | None:
         """The expected step; ``None`` if it is too long for a schedule."""
-        order = self._orders[training]
+        order = self._orders[self.training]
         if self._is_long(order):
             return None
-        return StepSignature(order=order, training=training, updates=updates)
+        return StepSignature(order=order, training=self.training, updates=updates)
 
     def lowered(self, signature: StepSignature, resident: frozenset[int], device: DeviceRoom | None) -> Schedule:
         """The schedule of a step."""

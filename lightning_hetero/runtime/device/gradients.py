@@ -248,6 +248,15 @@ class HostGradients:
         self._sent.clear()
         self._collect()
 
+    def close(self, blocks: Iterable[Block]) -> None:
+        """Ends the run: kept gradients, which lie in memory of the lanes, go with it."""
+        for block in blocks:
+            for param in block.params():
+                if type(param.grad) is HostGradient:
+                    param.grad = None
+        self.drop()
+        self.pool.close()
+
 
 class Claim:
     """Gradients that belong to one update. Thread-safe."""
