@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +22,11 @@ from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.plan import Plan
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
+from lightning_hetero.runtime.announcement import announce
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
@@ -176,7 +176,8 @@ class Session(Budgets):
         self._handles = observe(self.blocks, executor)
         self._watch(executor)
         self._started = True
-        self._announce(placement, begin_s)
+        disk = f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
+        announce(placement, self.blocks, on_device=executor.device is not None, trains=self._trains, disk=disk, begin_s=begin_s)
 
     def _opened_store(self, placement: Placement, chunk_bytes: int) -> TierStore:
         ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
@@ -300,26 +301,6 @@ class Session(Budgets):
     def disk_root(self) -> Path:
         """An existing directory on the disk where files are or would be."""
         return self._directories.disk_root(self.store)
-
-    def _announce(self, placement: Placement, begin_s: float) -> None:
-        """Logs where everything lives, and the time since ``begin_s``."""
-        of_device = "in memory" if self.options.device is None else "on the device"
-        what = [f"weights of {_by_tier((b.plan.weights for b in self.blocks), of_device)}"]
-        if self._trains:
-            trained = [b.plan.state for b in self.blocks if any(p.requires_grad for p in b.params())]
-            what.append(f"optimizer state of {_by_tier(trained, of_device)}" if trained else "no optimizer state")
-        if self.on_disk:
-            what.append(f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}")
-        if placement.cache_bytes and any(b.weights_on_disk for b in self.blocks):
-            what.append(f"{format_bytes(placement.cache_bytes)} of memory to cache weights from there")
-        log.info("plan %r, in place after %.2g s: %s.", placement.plan.name, now_s() - begin_s, "; ".join(what))
-        if self._trains and placement.rules.deferred:
-            when = (
-                "are tried during backward, and done again where they were wrong,"
-                if placement.rules.speculates
-                else "run after optimizer.step() in forward order,"
-            )
-            log.info("updates %s because %s.", when, placement.rules.deferred)
 
     # ---- while it runs ---------------------------------------------------------------------------
 
@@ -523,8 +504,7 @@ class Session(Budgets):
 
     def has_model(self) -> bool:
         """Whether the parameters still use this session's memory: another Trainer may have them."""
-        parts = [part for block in self.blocks for part in block.parts]
-        return all(p.data_ptr() == part.memory(i).data_ptr() for part in parts for i, p in enumerate(part.params))
+        return all(part.has_its_params() for block in self.blocks for part in block.parts)
 
     def unpark(self) -> None:
         """Prepares another :meth:`start` with these weights. Optimizer state starts anew."""
@@ -582,10 +562,3 @@ class Session(Budgets):
             self.executor.let_go()
         self.blocks, self.bindings, self.executor = [], [], None
         self.steps = self._last_steps = KeptSteps([], [], self.options, wanted=False)
-
-
-def _by_tier(tiers: Iterable[Tier], of_device: str) -> str:
-    """Such as ``"2 blocks on the device, of 24 blocks on disk"``."""
-    places = {Tier.DEVICE: of_device, Tier.HOST: "in memory", Tier.DISK: "on disk"}
-    counts = Counter(places[tier] for tier in tiers)
-    return ", of ".join(f"{counts[p]} block{'s' * (counts[p] > 1)} {p}" for p in dict.fromkeys(places.values()) if counts[p])

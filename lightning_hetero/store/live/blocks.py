@@ -166,6 +166,10 @@ class Part:
         """Bytes of weight memory, whole pages."""
         return round_up(self.num_elements * self.dtype.itemsize, PAGE)
 
+    def has_its_params(self) -> bool:
+        """Whether its parameters lie in its memory; another Trainer may have moved them."""
+        return all(p.data_ptr() == self.memory(i).data_ptr() for i, p in enumerate(self.params))
+
     def memory(self, index: int) -> Tensor:
         """Parameter ``index``'s weights as they lie in the reserved memory: its shape and strides.
 
