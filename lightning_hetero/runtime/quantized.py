@@ -39,10 +39,7 @@ class Handle(Protocol):
 def follow(root: nn.Module) -> list[Handle]:
     """Lets quantized layers read their parameters, until the handles are removed."""
     handles: list[Handle] = []
-    for module in root.modules():
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
+    for _, module, weight in _weights(root):
         if vars(weight).get("quant_state") is not None:
             handles.append(module.register_forward_hook(partial(_free_node, weight)))
             handles += _in_their_autocast(module)
@@ -65,9 +62,8 @@ def quantize(root: nn.Module) -> None:
     Raises:
         UnsupportedError: A layer is on the meta device.
     """
-    for name, module in root.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None or not _is_to_quantize(weight):
+    for name, module, weight in _weights(root):
+        if not _is_to_quantize(weight):
             continue
         if weight.is_meta:
             raise UnsupportedError(
@@ -75,6 +71,13 @@ def quantize(root: nn.Module) -> None:
                 f"memory, or without quantization."
             )
         module.to("cpu")
+
+
+def _weights(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """The modules with a ``weight``, each with its name and that."""
+    for name, module in root.named_modules():
+        if (weight := module._parameters.get("weight")) is not None:
+            yield name, module, weight
 
 
 def _is_to_quantize(weight: nn.Parameter) -> bool:
@@ -144,10 +147,7 @@ def digests(root: nn.Module) -> dict[str, str]:
     The weight alone does not say its values: a matrix of twice the values may have the same codes.
     """
     found = {}
-    for prefix, module in root.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
+    for prefix, module, weight in _weights(root):
         tensors = _tensors_of(vars(weight).get("quant_state"))
         scales = (getattr(owner, "SCB", None) for owner in (weight, getattr(module, "state", None)))
         tensors += [value for value in scales if isinstance(value, Tensor)]
@@ -174,10 +174,7 @@ def keys_of(names: Collection[str]) -> set[str]:
 
 def to_device(root: nn.Module, device: torch.device) -> None:
     """Moves what belongs to quantized weights, but not the weights."""
-    for module in root.modules():
-        weight = module._parameters.get("weight")
-        if weight is None:
-            continue
+    for _, module, weight in _weights(root):
         if (state := vars(weight).get("quant_state")) is not None:
             state.to(device)
         for owner in (weight, getattr(module, "state", None)):

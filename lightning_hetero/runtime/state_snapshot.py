@@ -68,18 +68,23 @@ class StateSnapshot:
             return type(value)(map(self.captured, value)) if type(value) in (list, tuple) else value
         return mapped(value, "", lambda _, plain: self._tensor(plain)) if isinstance(value, Tensor) else value
 
-    def read(self, run: FileRun, out: Tensor) -> None:
-        """Reads a run of a block's committed slot into a flat tensor; for one thread at a time."""
+    def read(self, place: FileRun | int, out: Tensor) -> None:
+        """Reads a run of a block's committed slot, or a copy from its first byte on.
+
+        The target is flat. One thread at a time reads.
+        """
+        if isinstance(place, int):
+            self._read_copy(place, out)
+            return
         if self._store is None:
             raise HeteroError("nothing of this snapshot is on disk.")
-        with self._store.slot(self._blocks[run.number]) as slot:
-            if run.array == WEIGHTS:
-                slot.read_weights(run.first, out)
+        with self._store.slot(self._blocks[place.number]) as slot:
+            if place.array == WEIGHTS:
+                slot.read_weights(place.first, out)
             else:
-                slot.read_state(run.array, run.first, out)
+                slot.read_state(place.array, place.first, out)
 
-    def read_copy(self, offset: int, out: Tensor) -> None:
-        """Reads a copy into a flat tensor."""
+    def _read_copy(self, offset: int, out: Tensor) -> None:
         if self._copies is None:
             raise HeteroError("nothing of this snapshot was copied.")
         view, done = memory_of(out), 0
@@ -112,12 +117,13 @@ class StateSnapshot:
         name = "a tensor in memory" if source is None else source.name
         if run is not None and run.number in self._blocks:
             self.linked_bytes += value.nbytes
-            return OffloadedTensor(_Linked(name, value.shape, value.dtype, self, run, stride), stride=stride)
+            return OffloadedTensor(_Captured(name, value.shape, value.dtype, stride, self, run), stride=stride)
         self.copied_bytes += value.nbytes
         content = materialize(value).detach().to("cpu")
         if content.nbytes <= _SMALL_BYTES:
             return content.clone()
-        return OffloadedTensor(_Copied(name, value.shape, value.dtype, self, self._copy(content.contiguous())))
+        content = content.contiguous()
+        return OffloadedTensor(_Captured(name, value.shape, value.dtype, content.stride(), self, self._copy(content)))
 
     def _copy(self, content: Tensor) -> int:
         if self._copies is None:
@@ -164,7 +170,9 @@ class _Captured:
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    stride: tuple[int, ...]  # of the content
     snapshot: StateSnapshot
+    place: FileRun | int  # in the links to the store, or in the file of copies
 
     @property
     def address(self) -> None:
@@ -173,27 +181,7 @@ class _Captured:
     def write(self, value: Tensor) -> NoReturn:
         raise OffloadedAccessError(f"{self.name!r} is being saved as it was; write to the model's own parameter instead.")
 
-
-@dataclass(frozen=True, slots=True)
-class _Linked(_Captured):
-    """A tensor in the links to the store."""
-
-    run: FileRun
-    stride: tuple[int, ...]
-
     def read(self) -> Tensor:
         out = own_memory(self.shape.numel(), self.dtype)
-        self.snapshot.read(self.run, out)
+        self.snapshot.read(self.place, out)
         return out.as_strided(self.shape, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied(_Captured):
-    """A tensor in the file of copies."""
-
-    offset: int
-
-    def read(self) -> Tensor:
-        out = own_memory(self.shape.numel(), self.dtype)
-        self.snapshot.read_copy(self.offset, out)
-        return out.view(self.shape)

@@ -30,7 +30,7 @@ from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.tensor_sources import WeightSource
-from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.blocks import Part, parts_of
 from lightning_hetero.store.partition import is_dense
 
 KEY = "excluded_parameters"  # of a checkpoint
@@ -241,7 +241,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _parts(session: Session | None) -> list[Part]:
-    return [] if session is None else [part for block in session.blocks for part in block.parts]
+    return [] if session is None else parts_of(session.blocks)
 
 
 def _was_written(part: Part) -> bool:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.runtime.demotion import demotions
+from lightning_hetero.planners.demotion import demotions
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
