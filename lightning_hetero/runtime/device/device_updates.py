@@ -3,8 +3,10 @@
 [Note: Bits of device updates]
 Source of the rule: torch.optim.Adam/AdamW(fused=True). With 16-bit weights it acts on fp32 masters
 (``optim/reference.py``). On tensors in CPU memory the results have the bits of the native kernels,
-also for gradients with a factor. On an accelerator torch has another kernel: one step from equal
-weights and state gives weights within one unit in the last place, and moments within two
+also for gradients with a factor. On an accelerator torch has another kernel, which contracts other
+products. A first step from equal weights gives moments within two units in the last place, and
+weights within one of the weight and four of its step, ``lr`` times Adam's update. A weight that
+nearly equals its step cancels it, and may differ by many of its own units
 (``tests/gpu/test_device_updates.py``). Over several steps such differences can grow.
 
 [Note: State on the device]
