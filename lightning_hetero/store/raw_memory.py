@@ -41,10 +41,15 @@ def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
     if num_bytes < _OWN_BYTES:
         return torch.empty(numel, dtype=dtype)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    advise_huge(pages, num_bytes)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+def advise_huge(pages: mmap.mmap, num_bytes: int) -> None:
+    """Asks the system for huge pages, if the memory is large enough to have any."""
+    if num_bytes >= _OWN_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages is slower, not wrong
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
 
 
 def zero_pages(numel: int) -> Tensor:

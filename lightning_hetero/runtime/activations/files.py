@@ -104,15 +104,16 @@ class SwapFile:
         self._files, self._number, self._block = files, number, block
 
     def write(self, memory: Tensor) -> Ticket:
-        """Begins to write all of it; nothing of the file is under way.
+        """Begins to fill the file from memory; nothing of the file is under way.
 
-        The memory is uint8, flat, whole pages; it stays unchanged until the ticket is DONE.
+        The memory is uint8, flat, whole pages, at least as large as the file; it stays unchanged
+        until the ticket is DONE.
         """
         self._block.bind(memory.data_ptr(), keep=memory)
         return self._files.engine.store(self._block, [], weights_from_memory=True, step=0, priority=0, keep=memory)
 
     def read(self, memory: Tensor) -> Ticket:
-        """Begins to read all of it, as :meth:`write`."""
+        """Begins to read all of the file, as :meth:`write`."""
         self._block.bind(memory.data_ptr(), keep=memory)
         return self._files.engine.fetch(self._block, priority=0)
 

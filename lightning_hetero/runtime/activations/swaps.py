@@ -4,7 +4,7 @@
 Each hop moves a use's activations together: from their storages into one host buffer, tensor beside
 tensor at multiples of 64 bytes, and back into one run of device memory by one copy. Storages that
 go to the disk have a host buffer and a file of their own. Host buffers and files are lent out again
-from step to step, because page-locking memory and allocating files is slow.
+from step to step ([Note: Sizes that vary] in ``runtime.pool``).
 
 Compute's thread submits the hops. Each takes its host buffers as it starts, when earlier hops have
 released theirs. Compute's thread also allocates the device memory for the way back, so that the
@@ -30,7 +30,7 @@ from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.lanes.base import Event, OpEvent
 from lightning_hetero.runtime.lanes.memory import POISON
 from lightning_hetero.runtime.lanes.queue import Lanes
-from lightning_hetero.runtime.pool import Lease, Pool
+from lightning_hetero.runtime.pool import Lease, LeasePool
 from lightning_hetero.units import round_up
 
 _ALIGN = 64
@@ -52,8 +52,8 @@ class Swapper:
         made: Callable[[torch.UntypedStorage], object],
     ) -> None:
         self.lanes, self.poison, self.made = lanes, poison, made
-        self.buffers = Pool(self._buffer)
-        self.files = Pool(_no_files if files is None else files.make, lambda file: file.close())
+        self.buffers = LeasePool(self._buffer)
+        self.files = LeasePool(_no_files if files is None else files.make, lambda file: file.close(), larger=False)
         self._leaving: list[weakref.ref[Swap]] = []
         self._afterwards: deque[tuple[Event, Callable[[], object]]] = deque()
         self._lock = Lock()
@@ -87,7 +87,7 @@ class Swapper:
         self._leaving = still
 
     def trim(self) -> None:
-        """A batch has ended: ends buffers and files of sizes that it did not need."""
+        """A batch has ended: ends buffers and files that are no longer of use."""
         self.settle()
         self.buffers.trim()
         self.files.trim()
@@ -103,7 +103,7 @@ class Swapper:
         if not num_bytes:
             return _NOTHING
         self.settle()  # memory of earlier hops may be free now
-        lease = self.buffers.lend(round_up(num_bytes, _PAGE))
+        lease = self.buffers.lend(num_bytes)
         if self.poison:
             lease.value.fill_(POISON)
         return lease
@@ -168,7 +168,7 @@ class Swap:
             outgoing = self._outgoing
             if outgoing is _NOTHING:
                 return ()
-            self._file = file = self._swapper.files.lend(outgoing.value.numel())
+            self._file = file = self._swapper.files.lend(self._disk_bytes)
             held += [outgoing, file]
             return (file.value.write(outgoing.value),)
 
@@ -297,7 +297,7 @@ class Swap:
         return Op(id=-1, kind=OpKind.SWAP_IN, block=self._block, lane=lane, at=-1, payload=Payload.ACTIVATIONS, num_bytes=num_bytes)
 
 
-_NOTHING: Lease[Tensor] = Pool(lambda num_bytes: torch.empty(0, dtype=torch.uint8)).lend(0)  # no host memory
+_NOTHING: Lease[Tensor] = LeasePool(lambda num_bytes: torch.empty(0, dtype=torch.uint8)).lend(0)  # no host memory
 
 
 def _passed(event: Event) -> bool:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_hetero.store.raw_memory import advise_huge
 from lightning_hetero.units import format_bytes, round_up
 from lightning_hetero.untyped import Value
 
@@ -67,6 +68,7 @@ class PageLocker:
             return torch.empty(0, dtype=torch.uint8)
         room = self._room()  # before anything is mapped
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        advise_huge(pages, num_bytes)  # before registration brings the pages in: huge ones take less time
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         if num_bytes > room:
             self._say(
