@@ -56,7 +56,7 @@ class Executor:
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
         self.watcher: Watcher | None = None  # is told of anchors, too
         self._room = GradientRoom(run, self.residency.weights)
-        self._schedules = Schedules(self.plan, context.model, context.placement.cache_bytes)
+        self._schedules = Schedules(self.plan, context.model)
         self._step: Step | None = None  # None: there is no schedule for the rest of the batch
         self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
@@ -119,12 +119,15 @@ class Executor:
 
     def begin_step(self, *, training: bool) -> None:
         """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
-        last, self._between = self._end_step(training=training), False
+        shrinks = self.residency.share_memory(training=training, waits=training and self.handlers.all_wait)
+        last, self._between = self._end_step(training=training, goes_on=not shrinks), False
         self._schedules.begin_batch(training=training)
         self._close_all(opened=last is None)
+        if shrinks:
+            self.residency.weights.shrink()
         self._at = None
-        waits = bool(self.context.placement.rules.deferred)
-        self.speculation.begin(training=training and self.armed and waits and not self.batch.probing)
+        defers = bool(self.context.placement.rules.deferred)
+        self.speculation.begin(training=training and self.armed and defers and not self.batch.probing)
         self._follow(self._expected(), last)
         self.updater.begin_step()
         if training:
@@ -135,9 +138,9 @@ class Executor:
         if self.handlers.activations is not None:
             self.handlers.activations.begin_batch()
 
-    def _end_step(self, *, training: bool) -> Schedule | None:
-        """The next step begins. Returns the schedule of the last one if that is whole."""
-        last = self._step.schedule if self._step is not None and self._step.is_whole else None
+    def _end_step(self, *, training: bool, goes_on: bool = True) -> Schedule | None:
+        """The next step begins. Returns the schedule that it ``goes_on`` from if that is whole."""
+        last = self._step.schedule if goes_on and self._step is not None and self._step.is_whole else None
         self.residency.begin_batch(training=training, whole=last is not None)
         self._before |= self.handlers.ends
         self.handlers.begin_batch()
@@ -147,7 +150,7 @@ class Executor:
         """Begins the schedule of a step; ``last`` is what :meth:`_end_step` returned."""
         self._step = None
         if signature is not None:
-            schedule = self._schedules.lowered(signature, *self.residency.held(last))
+            schedule = self._schedules.lowered(signature, *self.residency.held(last), self.residency.weights.capacity_bytes)
             self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
 
     def end_batch(self) -> None:
@@ -364,8 +367,8 @@ class Executor:
             if self.speculation.redoes and self._step is not None:
                 before = self._step.schedule
                 redone = replace(before.signature, updates=Updates.REDONE)
-                room = self.residency.room_before(before)
-                self._step.schedule = self._schedules.lowered(redone, before.resident_before, room)
+                room, capacity_bytes = self.residency.room_before(before), self.residency.weights.capacity_bytes
+                self._step.schedule = self._schedules.lowered(redone, before.resident_before, room, capacity_bytes)
         self.speculation.observe(self.speculation.discarded)
 
     # ---- anchors ---------------------------------------------------------------------------------
@@ -512,7 +515,7 @@ class Executor:
         """Changes to another plan, at rest. On host and disk the blocks are in place."""
         self.context = context
         self.residency.install(context)
-        self._schedules.adopt(self.plan, context.model, context.placement.cache_bytes)
+        self._schedules.adopt(self.plan, context.model)
         self.speculation.enabled = context.placement.rules.speculates
         self.speculation.worth.forget()
         self._forget_ops()
@@ -523,7 +526,7 @@ class Executor:
         """Parameters have joined an optimizer: updates their blocks from the next step on."""
         self.context = replace(self.context, model=model)
         self.residency.install(self.context)
-        self._schedules.adopt(self.plan, model, self.context.placement.cache_bytes)
+        self._schedules.adopt(self.plan, model)
 
     def finish(self) -> None:
         """Ends training, after an error too: leaves nothing half open."""

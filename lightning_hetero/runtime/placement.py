@@ -49,6 +49,7 @@ class Placement:
     rules: StepRules  # how gradients are used under it, and when updates run
     by: tuple[Rule, ...]  # the rule of each optimizer, in their order
     cache_bytes: int  # host memory for weights that live on disk
+    least_cache_bytes: int  # what all gradients of a step leave of it, if a device has them and ``may_defer``
     device_cache_bytes: int  # device memory for weights that live below the device
     arena_bytes: int  # device memory that is reserved for weights and state; 0 for none
     staging_bytes: int  # host memory for state that streams; 0 if nothing is on disk
@@ -173,6 +174,10 @@ class Placer:
             profiled=self._profile is not None, device_memory=self.device_memory,
             less_on_disk=lambda: self._needs_less_on_disk(least_bytes(needs)), tied_to_device=self._is_tied_to_device,
         )  # fmt: skip
+        waiting = self.needs(plan, replace(rules, deferred="a batch may not fit"))
+        may_defer, least_cache_bytes = least_bytes(waiting) <= budget, room.host_cache_bytes
+        if may_defer and self.device_memory is not None:  # else gradients come beside activations (GradientRoom)
+            room, least_cache_bytes = _beside_all_gradients(room, needs, waiting, budget)
         arena_bytes = 0
         device, cache_bytes = self._options.device, room.device_cache_bytes
         if device is not None and device.partitioned and self.device_memory is not None and cache_bytes is not None:
@@ -187,12 +192,13 @@ class Placer:
             rules=rules,
             by=by,
             cache_bytes=room.host_cache_bytes,
+            least_cache_bytes=least_cache_bytes,
             device_cache_bytes=room.device_cache_bytes or 0,
             arena_bytes=arena_bytes,
             staging_bytes=room.staging_bytes,
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
-            may_defer=least_bytes(self.needs(plan, replace(rules, deferred="a batch may not fit"))) <= budget,
+            may_defer=may_defer,
             swaps_to_disk=any(Saved.SWAP_DISK in policies_of(p) for p in plan.blocks),
             swapped_bytes=needs.disk[Purpose.ACTIVATIONS],
             later_bytes=self._later_bytes(plan),
@@ -386,6 +392,18 @@ def policies_of(placed: BlockPlan) -> tuple[Saved, ...]:
 def least_bytes(needs: Needs) -> int:
     """The least host memory, in bytes."""
     return total_bytes(needs.host) + max(needs.host_caches, default=0)
+
+
+def _beside_all_gradients(room: CacheSizes, needs: Needs, waiting: Needs, budget: int) -> tuple[CacheSizes, int]:
+    """Staging and cache in a batch whose updates wait, so that all gradients are in memory.
+
+    Staging has one size throughout: it reads ahead with what the largest block leaves then, too.
+
+    Returns the room of other batches, and the bytes of the cache in such a batch.
+    """
+    left, least = budget - total_bytes(waiting.host), needs.host[Purpose.STAGING]
+    ahead = min(room.staging_bytes - least, left - max(needs.host_caches, default=0))
+    return replace(room, staging_bytes=least + ahead), min(room.host_cache_bytes, left - ahead)
 
 
 def native_state(part: Part, owners: Owners) -> int:

@@ -121,16 +121,16 @@ class Step:
 class Schedules:
     """The schedules of one plan: a batch is expected to go as the last one of its kind."""
 
-    def __init__(self, plan: Plan, model: ModelShape, capacity_bytes: int) -> None:
+    def __init__(self, plan: Plan, model: ModelShape) -> None:
         self.seen: list[int] = []  # the blocks that the batch under way has used
         self.training = False  # whether it trains
         self._orders = dict.fromkeys((True, False), tuple(range(len(model.blocks))))
-        self.adopt(plan, model, capacity_bytes)
+        self.adopt(plan, model)
 
-    def adopt(self, plan: Plan, model: ModelShape, capacity_bytes: int) -> None:
+    def adopt(self, plan: Plan, model: ModelShape) -> None:
         """Changes to another plan. The orders that were seen stay."""
-        self._plan, self._model, self._capacity_bytes = plan, model, capacity_bytes
-        self._lowered: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None], Schedule] = {}
+        self._plan, self._model = plan, model
+        self._lowered: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None, int], Schedule] = {}
 
     def begin_batch(self, *, training: bool) -> None:
         """Another batch begins."""
@@ -173,14 +173,16 @@ class Schedules:
             return None
         return StepSignature(order=order, training=self.training, updates=updates)
 
-    def lowered(self, signature: StepSignature, resident: frozenset[int], device: DeviceRoom | None) -> Schedule:
-        """The schedule of a step."""
-        key = (signature, resident, device)
+    def lowered(
+        self, signature: StepSignature, resident: frozenset[int], device: DeviceRoom | None, capacity_bytes: int
+    ) -> Schedule:
+        """The schedule of a step; ``capacity_bytes`` of host memory are for weights on disk."""
+        key = (signature, resident, device, capacity_bytes)
         if key not in self._lowered:
             if len(self._lowered) >= _KEPT:  # a model that skips layers at random has a new order every step
                 self._lowered.clear()
             self._lowered[key] = lower(
-                self._plan, self._model, signature, resident=resident, capacity_bytes=self._capacity_bytes, device=device
+                self._plan, self._model, signature, resident=resident, capacity_bytes=capacity_bytes, device=device
             )
         return self._lowered[key]
 

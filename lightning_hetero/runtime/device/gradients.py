@@ -47,7 +47,17 @@ class HostGradients:
         self._buffers: dict[tuple[Part, torch.dtype], Buffer] = {}
         self._leaving: list[Buffer] = []  # of updates that were not READY when last polled
         self._sent: dict[int, Event] = {}  # by the block's index: its last GRAD
+        self._waited = False  # updates of the last batch waited for all gradients
         self._lock = Lock()
+
+    def begin_batch(self, *, waits: bool) -> None:
+        """A batch begins; ``waits``: its updates wait, so that it needs memory for all gradients.
+
+        A batch that does not gives up the memory of one that did: the budget has it for weights.
+        """
+        if self._waited and not waits:
+            self.pool.renew()
+        self._waited = waits
 
     # ---- GRAD ------------------------------------------------------------------------------------
 

@@ -78,6 +78,14 @@ class Residency(ABC):
         ``last`` is the schedule of the last batch if all of its ops were submitted.
         """
 
+    def share_memory(self, *, training: bool, waits: bool) -> bool:
+        """Divides host memory between weights and gradients as a batch begins.
+
+        ``waits``: its updates wait, so that all gradients are in memory at once. Returns whether
+        there is less than before for weights that live on disk.
+        """
+        return self.weights.begin_batch(waits=waits)
+
     def room_before(self, schedule: Schedule) -> DeviceRoom | None:
         """Room and content of a device with memory of its own as the schedule began."""
         return None

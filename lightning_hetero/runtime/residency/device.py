@@ -78,6 +78,12 @@ class DeviceResidency(Residency):
             device = frozenset(b.index for b in current if self._comes_from_below(b))
         return resident, DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
 
+    def share_memory(self, *, training: bool, waits: bool) -> bool:
+        """Gradients of earlier batches may have left memory that is for weights now."""
+        if training:
+            self._side.gradients.begin_batch(waits=waits)
+        return super().share_memory(training=training, waits=waits)
+
     def room_before(self, schedule: Schedule) -> DeviceRoom:
         """Room and content as the schedule began."""
         return DeviceRoom(resident=schedule.device_before, capacity_bytes=self._context.placement.device_cache_bytes)

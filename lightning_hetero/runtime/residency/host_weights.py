@@ -21,13 +21,25 @@ class HostWeights:
         self._blocks, self._store, self._recorder = run.blocks, run.store, run.recorder
         self._updater, self._poison = run.updater, run.poison
         self._releases: list[Ticket] = []
+        self._had_waited = False  # the updates of the last batch, whose gradients may still be there
         self.install(context)
 
     def install(self, context: RunContext) -> None:
         """Continues with another plan."""
         self.model: ModelShape = context.model
-        self.capacity_bytes = context.placement.cache_bytes
+        self._sizes = context.placement.cache_bytes, context.placement.least_cache_bytes
+        self.capacity_bytes = self._sizes[0]
         self._lowest_first = context.placement.plan.priority
+
+    def begin_batch(self, *, waits: bool) -> bool:
+        """A batch begins; ``waits``: its updates wait, so that the host has all gradients.
+
+        Then the weights have less memory, and until the updates have used the gradients. Returns
+        whether the weights that are in memory may be too many now.
+        """
+        before, self.capacity_bytes = self.capacity_bytes, self._sizes[waits or self._had_waited]
+        self._had_waited = waits
+        return self.capacity_bytes < before
 
     def fetch(self, block: Block, after: Sequence[Ticket]) -> list[Ticket]:
         """Brings weights that are not in memory or on their way, for a use outside the schedule."""
@@ -99,7 +111,11 @@ class HostWeights:
             )
         return tickets
 
-    def evict(self, num_bytes: int, *, spare: Block) -> None:
+    def shrink(self) -> None:
+        """Releases what exceeds the capacity; nothing is in use."""
+        self.evict(sum(self.model.blocks[b.index].weight_bytes for b in self.held()) - self.capacity_bytes)
+
+    def evict(self, num_bytes: int, *, spare: Block | None = None) -> None:
         """Releases weights on disk that are not in use, and waits; the last blocks go first."""
         tickets: list[Ticket] = []
         for victim in reversed(self.held()):
