@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lanes import MEMORY_BYTES, PATIENCE_S, Program, doing, op
+from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, Program, doing, nothing, op
 from support.lanes_contract import LanesContract
 from support.streams import FakeCuda
 
@@ -199,6 +199,17 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
     assert before_s <= at_s + slack_s
     assert at_s <= time.monotonic() + slack_s
     assert first() == at_s
+
+
+def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread starts with the first device: what needs a context would make one there."""
+    chosen: set[tuple[str, torch.device]] = set()
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: chosen.add((threading.current_thread().name, device)))
+    monkeypatch.setattr(lanes, "device", second)
+    for lane in LANES:
+        lanes.submit(op(0, lane), nothing, []).wait()
+    assert chosen == {(f"lightning-hetero {lane.value}", second) for lane in LANES}
 
 
 def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake: FakeCuda) -> None:

@@ -151,6 +151,11 @@ class CudaLanes(Lanes):
 
     # ---- ops -------------------------------------------------------------------------------------
 
+    def _thread_begins(self) -> None:
+        # Else page-locking, and what waits for events, would make a context on the first device.
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+
     def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
         lane = queued.op.lane
         if lane is Lane.COMPUTE:

@@ -31,14 +31,21 @@ def host_moment(name: str = "") -> Moment:
 class Queue:
     """One lane: a thread that does one op after the other.
 
-    ``work`` waits for the events before an op, runs it, and returns its tickets. ``tidy`` is called
-    between two ops; it returns after how many idle seconds to call it again, if ever.
+    ``begin`` is called first in the thread. ``work`` waits for the events before an op, runs it,
+    and returns its tickets. ``tidy`` is called between two ops; it returns after how many idle
+    seconds to call it again, if ever.
     """
 
-    def __init__(self, lane: Lane, work: Callable[[QueuedOp], Iterable[Ticket]], tidy: Callable[[Lane], float | None]) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        begin: Callable[[], object],
+        work: Callable[[QueuedOp], Iterable[Ticket]],
+        tidy: Callable[[Lane], float | None],
+    ) -> None:
         self.lane = lane
         self.current: Op | None = None
-        self._work, self._tidy = work, tidy
+        self._begin, self._work, self._tidy = begin, work, tidy
         self._waiting: SimpleQueue[QueuedOp | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=f"lightning-hetero {lane.value}", daemon=True)
         self._thread.start()
@@ -54,6 +61,7 @@ class Queue:
         return not self._thread.is_alive() or self._thread is threading.current_thread()
 
     def _loop(self) -> None:
+        self._begin()
         while True:
             try:
                 op = self._waiting.get(timeout=self._tidy(self.lane))
@@ -148,8 +156,11 @@ class Lanes:
 
     def _queue(self, lane: Lane) -> Queue:
         if lane not in self._queues:
-            self._queues[lane] = Queue(lane, self._work, self._tidy)
+            self._queues[lane] = Queue(lane, self._thread_begins, self._work, self._tidy)
         return self._queues[lane]
+
+    def _thread_begins(self) -> None:
+        """The thread of a lane begins; called there."""
 
     def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
         """Waits for the events before the op and runs it, in its lane's thread."""
