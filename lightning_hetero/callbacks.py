@@ -48,6 +48,8 @@ class _Run(Protocol):
 
     def take_step_seconds(self) -> float | None: ...
 
+    def forget_step_seconds(self) -> None: ...
+
 
 def make(run: _Run, autoplan: Autoplan) -> PlanningCallback:
     """The callback for one fit.
@@ -104,6 +106,7 @@ class PlanningCallback(_Base):
             made = self._autoplan.before_batch(session, BatchSize(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))
         if made is not None:
             self.error = PredictionError()
+            self._run.forget_step_seconds()
             self._run.executor.heap.peak_bytes = 0
             log.info("%s", table(made, self._autoplan))
 

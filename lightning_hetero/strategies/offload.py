@@ -316,8 +316,13 @@ class OffloadRun:
         return run() if self._retry is None else self._retry.evaluate(run)
 
     def take_step_seconds(self) -> float | None:
-        """As a batch ends: seconds of its optimizer step's batches; ``None`` without a step."""
+        """As a batch ends: seconds of a step's batches, once they are known (``StepClock``)."""
         return None if self.training is None else self.training.take_step_seconds()
+
+    def forget_step_seconds(self) -> None:
+        """Another plan is in force: drops the times of steps under the one before."""
+        if self.training is not None and self.training.clock is not None:
+            self.training.clock.forget()
 
     def snapshot_state(self) -> StateSnapshot | None:
         """Keeps the state readable for a background save; ``None`` if it is all in memory."""

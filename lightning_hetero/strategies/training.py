@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.clock import now_s
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.method_patches import Patches
@@ -20,6 +19,7 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.precision import Method, PrecisionHooks
+from lightning_hetero.strategies.step_clock import StepClock
 from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, StepRetry
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
@@ -98,7 +98,7 @@ class Training:
         # the weights.
         self._is_manual = not module.automatic_optimization
         self._closure = lightning_of(module.trainer).module("loops.optimization.automatic").Closure
-        self._began_s = self._step_s = 0.0
+        self.clock = None if autoplan is None else StepClock(executor.lanes.now)
         self._stepped = False
         self.step_ended = False  # the current batch ends in an optimizer step
         self._clipping = _clipping_of(module.trainer)  # as the rules in force have it
@@ -145,7 +145,8 @@ class Training:
             self._session.drain()
             with self._hooks.aside():
                 verifier.batch_begins(self._module, self._module.trainer.optimizers[0], self._precision, args, kwargs)
-        self._began_s = now_s()
+        if self.clock is not None:
+            self.clock.batch_begins()
         forward = partial(self._forward, plain)
         output = forward() if self._retry is None else self._retry.training_step(forward, (args, kwargs))
         if verifier is not None:
@@ -201,14 +202,9 @@ class Training:
         except OUT_OF_MEMORY as error:
             raise retry.step_failed(error) from error
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting(self) -> AbstractContextManager[None]:
         """The time in the context is not part of the step's time."""
-        began_s = now_s()
-        try:
-            yield
-        finally:
-            self._began_s += now_s() - began_s
+        return nullcontext() if self.clock is None else self.clock.stopped()
 
     def optimizer_step(self, plain: Method, optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         """Runs the plugin's ``optimizer_step``: the batch ends in a step, so updates may run."""
@@ -255,12 +251,12 @@ class Training:
         self._make_links()
 
     def take_step_seconds(self) -> float | None:
-        """As a batch ends: seconds of its optimizer step without loading; ``None`` without one."""
-        self._step_s += now_s() - self._began_s
-        if not self._stepped:
+        """As a batch ends: see :meth:`StepClock.take`."""
+        if self.clock is None:
             return None
-        seconds, self._step_s, self._stepped = self._step_s, 0.0, False
-        return seconds
+        self.clock.batch_ended(stepped=self._stepped)
+        self._stepped = False
+        return self.clock.take()
 
     def close(self) -> None:
         """The fit is over: restores module and precision plugin.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
+from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.devices import move_rest
 from lightning_hetero.strategies.verification import Verifier
 
@@ -95,6 +97,18 @@ def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Pa
     assert sizes[-1] == 0, "the device's memory is given back"
     with pytest.raises(ConfigError, match="describes the host's own CPU"):
         on_gpu(recipe, "auto", tmp_path, hardware_profile=replace(machine, shared_memory=True))
+
+
+def test_steps_take_the_time_of_the_stream_that_computes(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host only gives it work, so that its own clock shows less."""
+    moments = itertools.count(0.0, 2.5)
+    monkeypatch.setattr(CudaLanes, "now", lambda lanes, name="": (lambda at_s: lambda: at_s)(next(moments)))
+    found: list[float] = []
+    after = Autoplan.after_step
+    monkeypatch.setattr(Autoplan, "after_step", lambda plan, session, s: found.append(s) or after(plan, session, s))
+    machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
+    on_gpu(Recipe(shape=SHAPE, steps=6), "auto", tmp_path, hardware_profile=machine)
+    assert found == [2.5] * 6
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ import pytest
 import torch
 from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, Program, doing, nothing, op
 from support.lanes_contract import LanesContract
-from support.streams import FakeCuda
+from support.streams import Event, FakeCuda
 
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.runtime.lanes import cuda
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 
@@ -199,6 +200,38 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
     assert before_s <= at_s + slack_s
     assert at_s <= time.monotonic() + slack_s
     assert first() == at_s
+
+
+def test_times_are_as_fine_after_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver gives the time between two events as milliseconds in fp32."""
+    clock = [1000.0]
+
+    class Driver(Event):
+        def record(self, stream: Any) -> None:
+            super().record(stream)
+            self.at_s = clock[0]
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(torch.tensor((other.at_s - self.at_s) * 1e3, dtype=torch.float32))
+
+    monkeypatch.setattr(FakeCuda, "Event", Driver)
+    monkeypatch.setattr(cuda, "now_s", lambda: clock[0])
+    fake = FakeCuda()
+    lanes = make(fake)
+    lanes.timed = True
+    for _ in range(3000):
+        clock[0] += 61.7
+        lanes.now()
+    begin = lanes.now()
+    clock[0] += 1.1e-3
+    end = lanes.now()
+    moved = lanes.submit(op(0, Lane.H2D), doing(lambda: None), [])
+    moved.wait()
+    lanes.close()
+    fake.close()
+    assert end() - begin() == pytest.approx(1.1e-3, abs=2e-5)
+    assert end() == pytest.approx(clock[0], abs=1e-3)
+    assert moved.times() == pytest.approx((clock[0], clock[0]), abs=1e-3)
 
 
 def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,12 @@ The source and the target of a copy live until the stream has passed the op. Dev
 torch's allocator belongs to compute's stream, so it may be freed as soon as compute waits for the
 op, and the schedule counts on that; ``record_stream`` would free it at an unknown time. Other
 memory is freed when the lane's thread sees that the op has ended.
+
+[Note: Times on streams]
+The driver gives the time between two events as milliseconds in fp32: 8 ms apart after a day. So
+times count from an origin that is at most minutes old. The first origin is an event whose time on
+the host's clock is known, because the host waited for it. Later ones are events that compute's
+stream has passed since.
 """
 
 from __future__ import annotations
@@ -40,6 +46,9 @@ from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
 from lightning_hetero.untyped import Value
 
+Origin = tuple[StreamEvent, float]  # a timed event that has passed, and when, in seconds of ``now_s``
+
+_ORIGIN_S = 60.0  # then the resolution is 4 microseconds; more often, roundings would add up
 _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
 _PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
 
@@ -75,7 +84,8 @@ class CudaLanes(Lanes):
         self._cuda = cuda
         self._timed = False
         self._peak_bytes = 0
-        self._origin: tuple[Value, float] | None = None  # a timed event, and when it was on the host's clock
+        self._origin: Origin | None = None  # of times on streams
+        self._next_origin: StreamEvent | None = None  # the next one, once the stream has passed it
         _forget_peak(device)
         super().__init__(device, _set_aside(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
         self._streams: dict[Lane, Stream] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
@@ -98,12 +108,25 @@ class CudaLanes(Lanes):
 
     @timed.setter
     def timed(self, timed: bool) -> None:
-        if timed and self._origin is None:
-            origin = self._cuda.Event(enable_timing=True, blocking=True)
-            origin.record(self._compute_stream())
-            origin.synchronize()
-            self._origin = origin, now_s()
+        if timed:
+            self._current_origin()
         self._timed = timed
+
+    def _current_origin(self) -> Origin:
+        """The origin of times: [Note: Times on streams]. Compute's thread makes the first one."""
+        if self._origin is None:
+            event = self._record(self._compute_stream(), timed=True)
+            event.synchronize()
+            self._origin = event, now_s()
+        return self._origin
+
+    def _renew_origin(self, event: StreamEvent) -> None:
+        """Maybe takes a timed event of compute's stream for the next origin."""
+        origin = self._current_origin()
+        if self._next_origin is None and now_s() - origin[1] > _ORIGIN_S:
+            self._next_origin = event
+        elif self._next_origin is not None and self._next_origin.query():
+            self._origin, self._next_origin = (self._next_origin, _at_s(origin, self._next_origin)), None
 
     # ---- waits -----------------------------------------------------------------------------------
 
@@ -115,12 +138,10 @@ class CudaLanes(Lanes):
         """The moment that compute's stream will have come to, once it has."""
         if name:
             self._cuda.nvtx.mark(name)
+        origin = self._current_origin()
         event = self._record(self._compute_stream(), timed=True)
-
-        def seconds() -> float | None:
-            return self._on_host_clock(event) if event.query() else None
-
-        return seconds
+        self._renew_origin(event)
+        return lambda: _at_s(origin, event) if event.query() else None
 
     def compute_waits(self, events: Sequence[Event]) -> None:
         """Compute's stream waits; the host waits until the events have been issued."""
@@ -181,15 +202,7 @@ class CudaLanes(Lanes):
             if queued.keep:
                 self._holding[queued.op.lane].append(queued)
             if start is not None:
-                queued.stream_times = partial(self._times, start, queued.moment)
-
-    def _times(self, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
-        return self._on_host_clock(start), self._on_host_clock(end)
-
-    def _on_host_clock(self, event: StreamEvent) -> float:
-        assert self._origin is not None, "what is timed follows the origin of its times"
-        origin, origin_s = self._origin
-        return float(origin_s + origin.elapsed_time(event) / 1e3)
+                queued.stream_times = partial(_times, self._current_origin(), start, queued.moment)
 
     @contextmanager
     def _named(self, op: Op) -> Iterator[None]:
@@ -358,6 +371,15 @@ class _StreamArena(DeviceArena):
         for other, (_, moment) in given.items():
             if other != stream:
                 stream.wait_event(moment)
+
+
+def _times(origin: Origin, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
+    return _at_s(origin, start), _at_s(origin, end)
+
+
+def _at_s(origin: Origin, event: StreamEvent) -> float:
+    """When a stream passed a timed event, in seconds of ``now_s``."""
+    return origin[1] + origin[0].elapsed_time(event) / 1e3
 
 
 def _forget_peak(device: torch.device) -> None:

@@ -35,6 +35,9 @@ class StreamEvent(Protocol):
     def synchronize(self) -> None:
         """Blocks the host until the stream has passed it."""
 
+    def elapsed_time(self, end_event: StreamEvent) -> float:
+        """Milliseconds from this event to another, of two timed ones that have passed."""
+
 
 class Stream(Protocol):
     """The part of ``torch.cuda.Stream`` that is used here."""
