@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -71,6 +71,7 @@ def measure(
     seconds: float = SECONDS,
     update_threads: int | None = None,
     disk: bool = True,
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> HardwareProfile:
     """The profile of this machine, measured now or earlier.
 
@@ -92,6 +93,7 @@ def measure(
         update_threads: Threads that run updates; ``None``: half of the cores, the strategy's
             default.
         disk: Measure the disk too; otherwise the profile has none, unless the cached one has.
+        alone: Makes the context to measure in, if the profile is not cached.
 
     Raises:
         ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not
@@ -107,7 +109,8 @@ def measure(
         with cache.one_at_a_time():
             known = None if refresh else _known(machine, disk=disk)  # the process that we waited for has measured
             if known is None:
-                known = _measured(machine if disk else machine.without_disk(), seconds)
+                with alone():
+                    known = _measured(machine if disk else machine.without_disk(), seconds)
     return with_capacities(known, machine)
 
 

@@ -22,7 +22,7 @@ from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
@@ -283,6 +283,28 @@ class Session(Budgets):
         if self.options.host_memory is None:
             return lent + available_memory_bytes() * 3 // 4
         return self.options.host_memory - self.present_bytes - (0 if self.store is None else self.store.staging_bytes)
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Between two batches: inside, the model is not on the device, and its memory is free.
+
+        Raises:
+            OutOfMemoryBudgetError: The host has no room for what lives on the device only.
+        """
+        parts = [part for block in self.blocks for part in block.parts]
+        moving = sum(part.weight_bytes for part in parts if not self.running.residency.is_on_host(part.block))
+        kept = [part for part in parts if part.state_home is not None and part.block.plan.state is Tier.DEVICE]
+        moving += sum(4 * part.num_elements * part.require_native().geometry.num_state for part in kept)
+        if moving > self._room_for_copies():
+            raise OutOfMemoryBudgetError(
+                f"measuring this machine's device needs its memory, and {format_bytes(moving)} of weights and optimizer state that "
+                f"live there do not fit host memory meanwhile. Measure the machine before, with `lightning-hetero profile`, or "
+                f"raise host_memory.",
+                moving,
+                "host",
+            )
+        with self.running.cleared():
+            yield
 
     @property
     def _trains(self) -> bool:

@@ -118,11 +118,11 @@ def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
         update_threads=session.options.engine.threads(),
         disk=disk,
         refresh=again,
+        alone=session.cleared if device is not None and device.partitioned else nullcontext,
     )
-    with session.running.cleared() if device is not None and device.partitioned else nullcontext():
-        try:
-            return measure(session.disk_root())
-        except ConfigError as error:  # for example a file system in memory, which is no tier
-            log.info("planning without a disk: %s", error)
-            found = measure(None)
-            return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+    try:
+        return measure(session.disk_root())
+    except ConfigError as error:  # for example a file system in memory, which is no tier
+        log.info("planning without a disk: %s", error)
+        found = measure(None)
+        return replace(found, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.cuda import MIXED, RESIDENT, StandIn
@@ -18,14 +19,15 @@ from torchmetrics import MeanMetric
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
-from lightning_hetero.profiling import presets
-from lightning_hetero.runtime.device import gradients
+from lightning_hetero.profiling import hardware, presets
+from lightning_hetero.runtime.device import DeviceWeights, gradients
 from lightning_hetero.runtime.lanes import cuda_device
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.devices import move_rest
+from lightning_hetero.strategies.machine_profile import ENVIRONMENT
 from lightning_hetero.strategies.verification import Verifier
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
@@ -97,6 +99,34 @@ def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Pa
     assert sizes[-1] == 0, "the device's memory is given back"
     with pytest.raises(ConfigError, match="describes the host's own CPU"):
         on_gpu(recipe, "auto", tmp_path, hardware_profile=replace(machine, shared_memory=True))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_model_leaves_the_gpu_for_measurements_only_if_there_are_any_and_the_host_has_room(
+    cached: bool, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
+    monkeypatch.delenv(ENVIRONMENT)
+    monkeypatch.setattr(hardware, "_known", lambda *_, **__: machine if cached else None)
+    monkeypatch.setattr(hardware, "_measured", lambda *_: machine)
+    monkeypatch.setattr(hardware, "with_capacities", lambda profile, _: profile)
+    left: list[int] = []
+    leave = DeviceWeights.withdraw
+    monkeypatch.setattr(DeviceWeights, "withdraw", lambda weights, block: left.append(block.index) or leave(weights, block))
+    leaves_before_the_end: list[int] = []
+    recipe = Recipe(shape=SHAPE, steps=6)
+
+    class Looks(pl.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            leaves_before_the_end.append(len(left))
+
+    strategy = HeteroOffloadStrategy("auto", host_memory="96KiB", disk_path=None)
+    got = run(recipe, strategy, tmp_path, accelerator=StandIn(), devices=1, callbacks=[Looks()])
+    assert_same(got, run(recipe, "auto", tmp_path))
+    assert strategy.plan.name == ("holistic" if cached else "resident")
+    assert leaves_before_the_end == [0]
+    refused = [text for text in caplog.messages if "do not fit host memory meanwhile" in text]
+    assert bool(refused) != cached
 
 
 def test_steps_take_the_time_of_the_stream_that_computes(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
