@@ -23,12 +23,17 @@ def capped(args: argparse.Namespace) -> None:
         torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def device_peak_bytes(args: argparse.Namespace) -> int | None:
-    """The most device memory that this process has reserved.
+def memory(args: argparse.Namespace, emulated_bytes: int | None = None) -> dict[str, int | None]:
+    """The most device memory reserved by this process, and how often its allocator tried again.
 
-    ``None`` where there is no such device.
+    ``None`` where there is no such device, ``emulated_bytes`` for an emulated one.
     """
-    return torch.cuda.max_memory_reserved() if args.device == "cuda" else None
+    if args.device != "cuda":
+        return {"device_peak_bytes": emulated_bytes, "allocator_retries": None}
+    return {
+        "device_peak_bytes": torch.cuda.max_memory_reserved(),
+        "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+    }
 
 
 def accelerator(args: argparse.Namespace) -> str:
@@ -81,7 +86,7 @@ def fsdp2(baton: Baton, args: argparse.Namespace, *, recompute: bool = False) ->
             optimizer.zero_grad()
     finally:
         torch.distributed.destroy_process_group()
-    return {"device_peak_bytes": device_peak_bytes(args)}
+    return memory(args)
 
 
 def alone() -> None:
@@ -111,4 +116,4 @@ def deepspeed(baton: Baton, args: argparse.Namespace, name: str) -> dict[str, An
             break
         engine.backward(engine(tokens.to(engine.device)))
         engine.step()
-    return {"device_peak_bytes": device_peak_bytes(args)}
+    return memory(args)

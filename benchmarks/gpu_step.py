@@ -11,8 +11,9 @@ The GPT has 1 to 3 billion parameters.
   memory. The faster of the two counts.
 * ``deepspeed_cpu``, ``deepspeed_nvme``: ZeRO-Offload and ZeRO-Infinity, if deepspeed can be
   imported.
-* ``peak``: the same layers with nothing offloaded and no optimizer. Two numbers of layers that fit
-  give the time of a layer and of the rest, and so that of the whole model.
+* ``peak``: the same layers with nothing offloaded, updated by torch's fused AdamW on the device.
+  Two numbers of layers that fit give the time of a layer and of the rest, and so that of the whole
+  model.
 * ``overhead``: plan ``resident`` against plain Lightning, on a model that fits.
 * With ``--variants DIR`` only the plans in it are trained, each by its file's name: those of
   ``ablation.py --plans DIR``.
@@ -36,9 +37,15 @@ Weights and state are 14 bytes per parameter in bf16: 19 GB of host memory for 1
 twice as much of disk for ``zero_infinity``, whose step reads and writes 19 GB each.
 
 Prints one line of JSON last. Per cap and contestant: ``seconds_per_step``, ``tokens_per_s``,
-``share_of_peak`` (relative to the same blocks without offload), ``device_peak_bytes``,
-``prediction_error``; and ``auto_vs_fsdp2``, ``auto_vs_deepspeed_nvme`` (times faster). ``bars``:
-the targets, the worst figure of all caps, and whether it meets the target.
+``share_of_peak`` (relative to the same blocks without offload), ``flops_per_s``,
+``device_peak_bytes``, ``allocator_retries`` (of torch's allocator; it frees what it has cached and
+tries again), ``prediction_error``; and ``auto_vs_fsdp2``, ``auto_vs_deepspeed_nvme`` (times
+faster). ``flops_per_step`` counts the matrix products of forward and backward, two operations per
+multiplication and addition: those of layers, head and attention (its causal half), neither
+recomputation nor updates. After its timed steps each of our plans trains two steps with a trace:
+``stalls`` says what compute waited for, ``waits_s`` the seconds by op, ``lanes_bytes_per_s`` the
+rate of each lane while it was busy, and ``trace`` has the ops: step, name, lane, start, end, bytes.
+``bars``: the targets, the worst figure of all caps, and whether it meets the target.
 """
 
 from __future__ import annotations
@@ -61,15 +68,18 @@ import lightning.pytorch as pl
 import torch
 from contestants import Baton, Contestant
 from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
-from gpu_peers import DTYPES, accelerator, capped, deepspeed, device_peak_bytes, fsdp2
+from gpu_peers import DTYPES, accelerator, capped, deepspeed, fsdp2, memory
 from scratch import Log, scratch
-from step import ComputeOnly, TakesTurns
+from step import TakesTurns
 
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+from lightning_hetero.ir.stalls import blame, describe, stalls
+from lightning_hetero.ir.trace import Trace
 from lightning_hetero.units import parse_bytes
 
 WARM = 5  # the steps in which plans are made and pipelines fill
 AUTO, PEAK, OVERHEAD = "auto", "peak", "overhead"
+TRACE = "trace"  # the order of a turn whose steps are recorded
 BARS = {  # the least of some, the most of others
     "share_of_peak": (min, 0.95),
     "auto_vs_deepspeed_nvme": (min, 2.5),
@@ -104,7 +114,7 @@ def plain(baton: Baton, args: argparse.Namespace, layers: int, module_cls: type[
         default_root_dir=args.directory,
     )  # fmt: skip
     fit(trainer, module_cls(replace(args.size, layers=layers)), batch=args.batch, length=args.seq)
-    return {"device_peak_bytes": device_peak_bytes(args)}
+    return memory(args)
 
 
 def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: int) -> dict[str, Any]:
@@ -128,10 +138,16 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: 
     found: dict[str, Any] = {}
 
     class Notes(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if baton.order == TRACE and baton.position == 0:
+                session: Any = strategy.session
+                session.recorder.enabled = True
+                session.recorder.observe(session.executor.lanes, [block.name for block in session.blocks])
+
         def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            executor: Any = strategy.session.executor if strategy.session is not None else None
-            lanes = getattr(executor, "lanes", None)
-            found["lanes_peak_bytes"] = None if lanes is None else lanes.memory().peak_bytes
+            session: Any = strategy.session
+            found["lanes_peak_bytes"] = session.executor.lanes.memory().peak_bytes
+            found.update(traced(strategy.trace))
 
     trainer.callbacks.append(Notes())
     fit(trainer, GPT2(replace(args.size, layers=layers), meta=True), batch=args.batch, length=args.seq)
@@ -141,10 +157,28 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: 
         (args.profiles / "model.json").write_text(strategy.model_profile.to_json())
         (args.profiles / f"hardware-{args.cap_text}.json").write_text(strategy.autoplan.machine.to_json())
     return {
-        "device_peak_bytes": device_peak_bytes(args) or found.get("lanes_peak_bytes"),
+        **memory(args, found.pop("lanes_peak_bytes", None)),
+        **found,
         "predicted_s": None if predicted is None else predicted.iteration_s,
         "predicted_device_peak_bytes": None if predicted is None else predicted.device_peak_bytes,
         "bottleneck": None if predicted is None else predicted.bottleneck,
+    }
+
+
+def traced(trace: Trace) -> dict[str, Any]:
+    """What a trace says, and the trace."""
+    found, busy_s, moved = stalls(trace), trace.busy_s(), dict[str, int]()
+    for span in trace.spans:
+        moved[span.lane] = moved.get(span.lane, 0) + span.num_bytes
+    begin_s = min((span.start_s for span in trace.spans), default=0.0)
+    return {
+        "stalls": [describe(step, found) for step in sorted({span.step for span in trace.spans})],
+        "waits_s": blame(found),
+        "lanes_bytes_per_s": {lane: moved[lane] / seconds for lane, seconds in busy_s.items() if moved[lane] and seconds},
+        "trace": [
+            [span.step, span.name, span.lane, round(span.start_s - begin_s, 6), round(span.end_s - begin_s, 6), span.num_bytes]
+            for span in trace.spans
+        ],
     }
 
 
@@ -157,6 +191,8 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
         with Contestant(target, *arguments) as process:
             process.turn(WARM)
             seconds = [s for _ in range(args.rounds) for s in process.turn(args.steps).seconds]
+            if target is offloaded:
+                process.turn(1, TRACE)  # two steps, of which none counts
             found = process.finish()
     except RuntimeError as error:
         print(f"{name}: {error}")
@@ -167,9 +203,18 @@ def run(args: argparse.Namespace, name: str, target: Callable[..., object], *arg
     return {
         "seconds_per_step": median,
         "tokens_per_s": args.batch * args.seq / median,
+        "flops_per_s": flops_per_step(args) / median,
         "prediction_error": None if predicted is None else abs(predicted / median - 1),
         **found,
     }
+
+
+def flops_per_step(args: argparse.Namespace) -> float:
+    """Operations of a step's matrix products, forward and backward, without recomputation."""
+    size, tokens = args.size, args.batch * args.seq
+    products = size.layers * 12 * size.width**2 + size.vocabulary * size.width  # qkv, project, up, down; the head
+    attention = size.layers * size.width * args.seq  # two products with, on average, half of the tokens
+    return float(6 * tokens * (products + attention))
 
 
 def once(args: argparse.Namespace, name: str, measure: Callable[[], Any]) -> Any:
@@ -192,7 +237,7 @@ def peak_s(args: argparse.Namespace) -> float | None:
     """Seconds of a step of all layers with nothing offloaded, from two layer counts that fit."""
     few, more = (max(1, n * args.size.layers // 24) for n in (2, 4))
     more = max(more, few + 1)
-    found = [run(args, f"peak, {n} layers", plain, args, n, ComputeOnly) for n in (few, more)]
+    found = [run(args, f"peak, {n} layers", plain, args, n, GPT2) for n in (few, more)]
     if found[0] is None or found[1] is None:
         return None
     least, most = (row["seconds_per_step"] for row in found if row is not None)
@@ -331,7 +376,12 @@ def main() -> None:
         "torch": torch.__version__,
     }
     args.log = Log(args.log, settings)
-    result: dict[str, Any] = {"benchmark": "gpu_step", "parameters": num_params(args.size), "caps": []}
+    result: dict[str, Any] = {
+        "benchmark": "gpu_step",
+        "parameters": num_params(args.size),
+        "flops_per_step": flops_per_step(args),
+        "caps": [],
+    }
     with scratch(args.dir) as args.directory:
         for args.cap_text, args.plan in zip(caps, plans, strict=True):
             args.cap = parse_bytes(args.cap_text, name="--cap")

@@ -238,6 +238,10 @@ def test_gpu_step_trains_with_a_plan_that_was_made_elsewhere(tmp_path: Path) -> 
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
     assert 0 < rows["zero_offload"]["device_peak_bytes"] <= at_cap["cap_bytes"]
     assert rows["zero_offload"]["prediction_error"] is not None
+    assert {"compute", "h2d"} <= {span[2] for span in rows["zero_offload"]["trace"]}
+    assert rows["zero_offload"]["lanes_bytes_per_s"]["h2d"] > 0
+    assert rows["zero_offload"]["stalls"][-1].startswith("step ")
+    assert rows["fsdp2"]["flops_per_s"] > 0
     assert at_cap["peak_seconds_per_step"] is None
     model, machine = ModelProfile.load(profiles / "model.json"), HardwareProfile.load(profiles / "hardware-256MiB.json")
     assert machine.device_memory_bytes == at_cap["cap_bytes"]
