@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support.effort import limit_search
+from support.effort import limit_search, remember_entry_points
 from support.properties import DEEP_EXAMPLES, QUICK_EXAMPLES
 
 # Micro-benchmarks take their time and differ from run to run: tests plan for this machine, child processes too.
@@ -25,6 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Who runs the tests in the background may have had Ctrl-C ignored, and with them their children: tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+remember_entry_points()
 
 # By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks for new ones, and for longer.
 settings.register_profile(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from brute_force import SmallCase, fastest, small_cases
+from support.covers import is_deep
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.planners.holistic import plan
@@ -12,8 +13,10 @@ WITHIN = 0.02
 MOST_GAP = 0.05  # at which a search may stop although there is more to try
 
 # Most cases have few plans, so that trying all of them takes a fraction of a second; benchmarks/planners.py has larger ones.
-CASES = [*small_cases(38, 0, most_plans=1300), *small_cases(12, 1, most_plans=3500)]
-NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)]
+# A third of each kind by default, all with HYPOTHESIS_PROFILE=deep.
+EVERY = 1 if is_deep() else 3
+CASES = [*small_cases(38, 0, most_plans=1300), *small_cases(12, 1, most_plans=3500)][::EVERY]
+NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)][::EVERY]
 
 
 def _check(case: SmallCase) -> None:

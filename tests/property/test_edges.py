@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.covers import paired
 from support.models import Outcome, Recipe, Shape, assert_same, run
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
@@ -120,17 +121,39 @@ def sum_of(behind: list[int], ops: tuple[int, ...]) -> int:
     return found
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_the_checker_refuses_a_schedule_without_any_class_of_edges(on_device: bool) -> None:
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    model = ModelShape(name="m", blocks=(_layer("rest", 1000, pinned=True), *(_layer(f"layers.{i}", 100) for i in range(6))))
+@dataclass(frozen=True)
+class Case:
+    plan: Plan
+    model: ModelShape
+    schedule: Schedule
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        plan, layers, updates = self.plan, self.plan.blocks[-1], self.schedule.signature.updates
+        placed = layers.weights, layers.state, layers.update
+        return self.model.kept_every, placed, layers.saved, plan.update_order, plan.priority, updates
+
+    @property
+    def edges(self) -> set[tuple[str, int, Any]]:
+        return {(name, *option) for name in classes(self.schedule) for option in enumerate(self.options)}
+
+
+def _cases(model: ModelShape, *, on_device: bool) -> Iterator[Case]:
     for kept_every, plan, updates in itertools.product((0, 1), _plans(Tier.DEVICE if on_device else Tier.HOST), Updates):
         sized = replace(model, kept_every=kept_every)
         plan = plan.resolve(block.name for block in model.blocks)
         try:
-            schedule = _lowered(plan, sized, updates, on_device=on_device)
+            yield Case(plan, sized, _lowered(plan, sized, updates, on_device=on_device))
         except (ConfigError, OutOfMemoryBudgetError):  # the machine has no such plan
             continue
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_the_checker_refuses_a_schedule_without_any_class_of_edges(on_device: bool) -> None:
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    model = ModelShape(name="m", blocks=(_layer("rest", 1000, pinned=True), *(_layer(f"layers.{i}", 100) for i in range(6))))
+    for case in paired(_cases(model, on_device=on_device), lambda case: case.options, lambda case: case.edges):
+        plan, sized, schedule = case.plan, case.model, case.schedule
         order = _order(schedule)
         for name in set(classes(schedule)):
             lacks = without(schedule, name)

@@ -28,7 +28,7 @@ EVALUATIONS = 12  # that a search may use here: what is promised does not depend
 SOLVED = 1 + 1e-6  # the solver's tolerance
 
 
-@examples(300)
+@examples(100)
 @given(models(), machines(), st.sampled_from([Updates.IN_BACKWARD, Updates.AFTER_VERDICT, Updates.SPECULATIVE]), st.data())
 def test_no_plan_is_faster_than_the_bound(
     model: ModelProfile, hardware: HardwareProfile, updates: Updates, data: st.DataObject
@@ -46,7 +46,7 @@ def test_no_plan_is_faster_than_the_bound(
     assert PlanBounds(relaxation).seconds(found) <= found.predicted.iteration_s * TIE
 
 
-@examples(40)
+@examples(20)
 @given(models(), machines())
 def test_no_other_planner_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
     others = {}
@@ -68,7 +68,7 @@ def test_no_other_planner_is_faster(model: ModelProfile, hardware: HardwareProfi
         assert {(b.saved, b.boundary) for b in ours.blocks} == {(Saved.KEEP, Saved.KEEP)}
 
 
-@examples(40)
+@examples(20)
 @given(models(), machines())
 def test_resident_is_chosen_if_nothing_is_faster(model: ModelProfile, hardware: HardwareProfile) -> None:
     roomy = replace(hardware, device_memory_bytes=10**11, host_memory_bytes=10**11, cpu_update_params_per_s=1e5)
@@ -80,7 +80,7 @@ def test_resident_is_chosen_if_nothing_is_faster(model: ModelProfile, hardware: 
     assert found.objective_s == pytest.approx(PLANNERS["resident"](model, roomy).objective_s)
 
 
-@examples(40)
+@examples(20)
 @given(models(), machines(), st.sampled_from([2, 4]))
 def test_a_split_batch_is_never_worse_than_a_whole_one(model: ModelProfile, hardware: HardwareProfile, parts: int) -> None:
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import math
 import sys
 from collections.abc import Callable
@@ -29,6 +31,14 @@ def python_calls(work: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return count
+
+
+def remember_entry_points() -> None:
+    """Every Trainer reads the entry points of all installed packages, and nothing is installed meanwhile: they are read once.
+
+    Called before Lightning is imported.
+    """
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
 
 SIMULATIONS = 24  # of one search; by default it takes up to 300, and most of them confirm what the first ones found
