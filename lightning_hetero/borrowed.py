@@ -1,8 +1,8 @@
 """Everything of torch and Lightning that the package replaces, or uses although it is private.
 
 Neither torch nor Lightning promises that these names stay. ``tests/unit/test_borrowed.py`` looks up
-each of them in the installed versions, and fails for a private name of torch that is used without a
-row here. Standard library only.
+each of them in the installed versions, and fails for a private name that is used without a row
+here. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class Borrowed:
 
     Attributes:
         path: Where it is. ``lightning:`` stands for either namespace, ``fabric:`` for its Fabric,
-            ``trainer:`` for a new Trainer's attributes.
+            ``trainer:`` for a new Trainer's attributes, and any other word before a colon for an
+            object that the test makes.
         why: What the package needs it for.
         takes: The names of its parameters, if the package calls it, or is called in its place.
     """
@@ -148,4 +149,53 @@ LIGHTNING = (
     Borrowed("trainer:fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "When data was loaded."),
 )
 
-TABLE = (*REPLACED, *RETYPED, *TORCH, *LIGHTNING)
+# Private attributes of objects that torch, Lightning and others make.
+ATTRIBUTES = (
+    Borrowed("torch.UntypedStorage._cdata", "Which tensors share memory."),
+    Borrowed("storage:_untyped_storage", "The format of torch.save."),
+    Borrowed("torch.TypedStorage._pickle_storage_type", "The same."),
+    Borrowed("torch.Tensor._version", "Whether a tensor was changed in place."),
+    Borrowed("torch.Tensor._make_wrapper_subclass", "A handle is a tensor without memory."),
+    Borrowed("module:_modules", "Modules by their own names, wrappers of PEFT among them."),
+    Borrowed("module:_parameters", "A module's own parameters, also as it is built."),
+    Borrowed("module:_buffers", "A module's own buffers, which a repeated forward sets back."),
+    Borrowed("module:_non_persistent_buffers_set", "Which buffers a checkpoint has."),
+    Borrowed("torch.nn.Module._compiled_call_impl", "Whether a module is compiled."),
+    Borrowed("torch.nn.MultiheadAttention._reset_parameters", "Its initialization has no public name."),
+    Borrowed("torch.ops.aten.add.Tensor._schema", "What an operator changes in place."),
+    Borrowed("torch.ops.aten.add.Tensor._overloadpacket", "An operator whatever its types are."),
+    Borrowed("torch.ops.aten._to_copy", "Casts to 16 bits."),
+    Borrowed("torch.ops.aten._foreach_div_", "Operators on gradients that are on the host."),
+    Borrowed("torch.ops.aten._foreach_zero_", "The same."),
+    Borrowed("torch.ops.aten._scaled_dot_product_flash_attention", "FLOP of attention."),
+    Borrowed("torch.ops.aten._scaled_dot_product_flash_attention_backward", "The same."),
+    Borrowed("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "The same."),
+    Borrowed("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "The same."),
+    Borrowed("optimizer:_optimizer_step_pre_hooks", "A hook may change gradients before the step."),
+    Borrowed("optimizer:_optimizer_step_post_hooks", "A hook may change weights after the step."),
+    Borrowed("optimizer:_step_supports_amp_scaling", "Whether the optimizer divides by the loss's scale."),
+    Borrowed("schedulers:_schedulers", "The schedulers inside another one."),
+    Borrowed("iterator:_sampler_iter", "It is replaced by one that notices when random numbers are drawn."),
+    Borrowed("iterator:_dataset_kind", "Whether an iterator draws indices."),
+    Borrowed("lightning fetcher:_batch", "A batch that a training step takes by itself."),
+    Borrowed("lightning fetcher:_batch_idx", "The same."),
+    Borrowed("lightning fetcher:_dataloader_idx", "The same."),
+    Borrowed("lightning fetcher:_combined_loader", "Where that batch comes from."),
+    Borrowed("lightning loader:_flattened", "The dataloaders of one iterator, of which a resume replaces some."),
+    Borrowed("lightning loader:_iterator", "Their iterators."),
+    Borrowed("lightning loader:_state_dicts", "The states of dataloaders that have one."),
+    Borrowed("lightning strategy:_layer_sync", "Whether layers are exchanged for synchronized ones."),
+    Borrowed("lightning strategy:_timeout", "How long ranks wait for each other."),
+    Borrowed("lightning module:_trainer", "Whether a module is attached, without an error if it is not."),
+    Borrowed("lightning module:_hparams_name", "Under which name a checkpoint has hyper-parameters."),
+    Borrowed("lightning optimizer:_optimizer", "The optimizer inside Lightning's."),
+    Borrowed("trainer:_accelerator_connector._num_nodes_flag", "Nodes before there is a strategy."),
+    Borrowed("trainer:_accelerator_connector._parallel_devices", "The same of devices."),
+    Borrowed("metric:_defaults", "The states of a metric, which a repeated batch sets back."),
+    Borrowed("transformers.PreTrainedModel._init_weights", "How a model's modules are initialized."),
+    Borrowed("transformers.PreTrainedModel._no_split_modules", "The classes of its blocks."),
+    Borrowed("random._inst", "Whether a generator is Python's global one."),
+    Borrowed("numpy.random.mtrand._rand", "Whether it is NumPy's."),
+)
+
+TABLE = (*REPLACED, *RETYPED, *TORCH, *LIGHTNING, *ATTRIBUTES)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, StepLR
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 import lightning_hetero
-from lightning_hetero.borrowed import TABLE, TORCH, Borrowed
+from lightning_hetero.borrowed import ATTRIBUTES, TABLE, TORCH, Borrowed
 
+# Names with an underscore that Python documents, and one that the package does without where it is missing.
+NOT_BORROWED = {"_exit", "_fields", "_MODEL_TO_CONVERSION_PATTERN"}
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 PACKAGE = Path(lightning_hetero.__file__).parent
 
@@ -32,6 +39,36 @@ def resolved(path: str) -> Any:
     raise ModuleNotFoundError(path)
 
 
+def an_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "storage": lambda: torch.TypedStorage(0, dtype=torch.float32, _internal=True),  # type: ignore[no-untyped-call]
+    "module": torch.nn.Module,
+    "optimizer": an_optimizer,
+    "schedulers": lambda: ChainedScheduler([StepLR(an_optimizer(), 1)]),
+    "iterator": lambda: iter(DataLoader([0])),
+    "metric": SumMetric,
+}
+
+
+def made_by_lightning(kind: str, namespace: str) -> Any:
+    def get(name: str) -> Any:
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(f"{namespace}{module and '.'}{module}"), attribute)
+
+    if kind == "module":
+        module = get("LightningModule")()
+        module.save_hyperparameters({"a": 1})
+        return module
+    if kind == "optimizer":
+        return get("core.optimizer.LightningOptimizer")(an_optimizer())
+    if kind == "loader":
+        return get("utilities.combined_loader.CombinedLoader")([1])
+    return get({"fetcher": "loops.fetchers._DataLoaderIterDataFetcher", "strategy": "strategies.DDPStrategy"}[kind])()
+
+
 def places(row: Borrowed) -> Iterator[Any]:
     kind, colon, path = row.path.partition(":")
     if not colon:
@@ -45,6 +82,10 @@ def places(row: Borrowed) -> Iterator[Any]:
             for name in path.split("."):
                 found = getattr(found, name)
             yield found
+        elif kind.startswith("lightning "):
+            yield getattr(made_by_lightning(kind.removeprefix("lightning "), namespace), path)
+        elif kind in MADE:
+            yield getattr(MADE[kind](), path)
         else:
             yield resolved(f"{namespace if kind == 'lightning' else fabric}.{path}")
 
@@ -96,6 +137,42 @@ def test_every_private_name_of_torch_in_the_table_is_used() -> None:
     for file in PACKAGE.rglob("*.py"):
         used |= private_names_of_torch(ast.parse(file.read_text(encoding="utf-8")))
     assert [row.path for row in TORCH if not any(path == row.path or path.startswith(f"{row.path}.") for path in used)] == []
+
+
+def names_of_the_package() -> set[str]:
+    """Names that files of the package define: functions, classes, variables and attributes of ``self``."""
+    found = set()
+    for node in every_node():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
+            found.add(node.attr)
+    return found
+
+
+def private_attributes() -> set[str]:
+    """Private names behind a dot, or as the text that ``getattr`` or ``hasattr`` gets."""
+    found = set()
+    for node in every_node():
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
+            found |= {str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)}
+    return set(filter(private, found))
+
+
+@cache
+def every_node() -> list[ast.AST]:
+    return [node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+
+
+def test_every_private_attribute_of_others_is_in_the_table_and_used() -> None:
+    known = {part for row in TABLE for part in row.path.replace(":", ".").split(".")}
+    used = private_attributes()
+    assert used - names_of_the_package() - known - NOT_BORROWED == set()
+    assert {name for row in ATTRIBUTES for name in row.path.replace(":", ".").split(".") if private(name)} - used == set()
 
 
 def test_a_private_name_is_found_however_it_is_written() -> None:
