@@ -13,7 +13,7 @@ import lightning_hetero
 
 PACKAGE = Path(lightning_hetero.__file__).parent
 WITHOUT_TORCH = ["ir", "lowering", "cost", "sim", "planners", "_native"]
-ROOMS = [*WITHOUT_TORCH, "checkpoint", "cli", "convert", "optim", "parallel", "profiling", "runtime", "store"]
+ROOMS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
 
 
 def modules(root: Path) -> dict[str, Path]:
