@@ -36,7 +36,7 @@ from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
-from lightning_hetero.runtime.optimizers import OptimizerBinding, owners_of
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules
 from lightning_hetero.runtime.parameter_data import Watched, forget, watch
 from lightning_hetero.runtime.parked import ParkedAnchors
@@ -74,6 +74,7 @@ class Session(Budgets):
         self._handles: list[RemovableHandle] = []
         self._watched: list[Watched] = []  # parameters whose `data` is not torch's own
         self._resumes = self._fits = False
+        self._has_grown = False  # weights train that were frozen when the plan in force was checked
         self._final_report: dict[str, int] = {}
         self._state_snapshot: StateSnapshot | None = None  # a thread reads the store
         self._last_steps = self.steps  # of the last fit; a parked model may have been evaluated since
@@ -213,10 +214,10 @@ class Session(Budgets):
         executor.batch.commits = not self.keeps_steps
         return executor
 
-    def replan(self, plan: Plan) -> Plan:
+    def replan(self, plan: Plan, *, or_else: Sequence[Callable[[ModelShape], Plan]] = ()) -> Plan:
         """Changes the plan between two batches of a fit: moves weights and state to its tiers.
 
-        Returns the plan in force, one rule per block.
+        Returns the plan in force, one rule per block: ``plan``, or the first that fits the budget.
 
         Raises:
             HeteroError: Those of :meth:`start`; nothing has changed then.
@@ -226,7 +227,7 @@ class Session(Budgets):
         placer = self._placer()
         self.steps.about_to_move()
         executor.rest()
-        placement = placer.place(plan, present_bytes=self._held_bytes)
+        placement = placer.first_that_fits([lambda _: plan, *or_else], present_bytes=self._held_bytes)
         self._directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
         if placement.staging_bytes < store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
@@ -253,6 +254,7 @@ class Session(Budgets):
             binding.choose(rule)
         executor.install(self._install(executor.context.run, placement, placer.model))
         executor.heap.allow(self.options.host_memory)
+        self._has_grown = False
         return placement.plan
 
     def follow(self, rules: StepRules) -> None:
@@ -267,6 +269,13 @@ class Session(Budgets):
         except OutOfMemoryBudgetError:
             self.rules = before
             raise
+
+    def promote(self) -> bool:
+        """Between two batches: gives state to what trains now. Does the plan need another check?"""
+        for binding in self.bindings:
+            if binding.capability is not Rule.WHOLE:  # their own ``step`` takes weights wherever they are
+                self._promote(binding)
+        return self._has_grown
 
     def _install(self, run: Run, placement: Placement, model: ModelShape) -> RunContext:
         """Installs a plan, as a fit begins and when the plan changes; returns the run under it."""
@@ -346,6 +355,7 @@ class Session(Budgets):
         ids = owners.keys() - before.keys()
         if not ids:
             return
+        self._has_grown = True
         placer = self._placer()
         placer.check_optimizers(executor.plan)
         executor.relearn(placer.model)

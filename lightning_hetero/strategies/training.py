@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.method_patches import Patches
@@ -140,6 +141,8 @@ class Training:
         trainer = self._module.trainer
         if _clipping_of(trainer) != self._clipping:
             self._follow_clipping(trainer)
+        if self._session.promote():
+            self._fit_budget()
         verifier = self._verifier
         if verifier is not None:
             self._session.drain()
@@ -152,6 +155,21 @@ class Training:
         if verifier is not None:
             verifier.batch_ended(output)
         return output
+
+    def _fit_budget(self) -> None:
+        """Weights have been set free: checks the budget again, and divides it anew.
+
+        Raises:
+            OutOfMemoryBudgetError: No plan fits. Weights and state are those of the last step.
+        """
+        session = self._session
+        if self._autoplan is not None:
+            self._autoplan.abandon_batch()  # its profile would mix two states of the model
+        try:
+            session.replan(self._executor.plan, or_else=session.options.plans)
+        except OutOfMemoryBudgetError as error:
+            why = "weights that were frozen train now, so more memory is needed"
+            raise OutOfMemoryBudgetError(f"{why}: {error}", error.needed_bytes, error.tier) from error
 
     def _forward(self, plain: Callable[[], STEP_OUTPUT]) -> STEP_OUTPUT:
         if self._peers is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,79 +13,23 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, quiet_trainer
+from support.all_parameters import RECIPE, All, Budget, Costs, Flips, Trained, fit, in_place
+from support.models import Outcome, Recipe, Shape, assert_same
 from support.recipes import MIXED
-from support.resuming import EndsAt, after, fitted, offload
-from support.strategies import on_device
-from torch import Tensor, nn
+from support.resuming import after, offload
+from support.strategies import least_memory, on_device
+from torch import Tensor
 
 from lightning_hetero import Tier
 from lightning_hetero.convert.safetensors import TensorToWrite, write_directory
-from lightning_hetero.errors import OutOfDiskError, UnsupportedError
+from lightning_hetero.errors import OutOfDiskError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.schedule import OpKind
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.store.format.audit import StoreFiles
-from lightning_hetero.store.format.record import parse
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
-BATCHES = 3  # of an epoch
-RECIPE = Recipe(steps=8, shape=Shape(layers=3, dropout=0.1, few=True))  # each block is two
 WHOLE = replace(RECIPE, shape=Shape(layers=3, frozen=(0, 2), odd=True))
 PLANS = ["resident", "host", "disk", MIXED, on_device, partial(on_device, "resident")]
 IDS = ["resident", "host", "disk", "mixed", "device", "device_resident"]
-
-
-class All(LitModel):
-    """The optimizer has all parameters, as most people write it."""
-
-    def configure_optimizers(self) -> Any:
-        return self.recipe.optimizer(list(self.parameters()))
-
-
-class Trained(LitModel):
-    """It has those that train."""
-
-    def configure_optimizers(self) -> Any:
-        return self.recipe.optimizer([p for p in self.parameters() if p.requires_grad])
-
-
-@dataclass
-class Costs(pl.Callback):
-    """What the steps of a run cost."""
-
-    ops: list[Any] = field(default_factory=list)
-    sizes: Any = None
-    num_bytes: tuple[int, ...] = ()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        session: Any = trainer.strategy.session  # type: ignore[attr-defined]
-        self.ops = [(op.kind, op.block, op.payload) for op in session.executor.schedule.ops]
-        self.sizes = session.executor.model
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        session: Any = trainer.strategy.session  # type: ignore[attr-defined]
-        session.executor.rest()  # all is written
-        stats = session.store.stats()
-        self.num_bytes = stats.bytes_written, stats.bytes_read, session.memory_report()["disk_bytes"]
-
-
-def fit(
-    root: Path, strategy: Any, recipe: Recipe = RECIPE, *callbacks: pl.Callback, stop: int | None = None,
-    store: Path | None = None, module_class: type[LitModel] = All, device: str = "cpu", content: dict[str, Tensor] | None = None,
-) -> Outcome:  # fmt: skip
-    """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
-    torch.manual_seed(7)
-    with torch.device(device):
-        module = module_class(recipe)
-    if content is not None:
-        module.model.load_state_dict(content)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
-        accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
-        callbacks=[*callbacks, *([] if stop is None else [EndsAt(stop)])],
-    )  # fmt: skip
-    return fitted(trainer, module, data(BATCHES), store=store)
 
 
 @pytest.mark.parametrize(
@@ -108,29 +53,6 @@ def test_frozen_members_cost_nothing(plan: Any, kept: bool, recipe: Recipe, tmp_
     assert ours.ops == theirs.ops
     assert any(kind is OpKind.UPDATE for kind, *_ in ours.ops)
     assert ours.num_bytes == theirs.num_bytes
-
-
-def frozen_of(module: Any) -> list[nn.Parameter]:
-    return [p for n, p in module.named_parameters() if n.endswith(("up.weight", "down.bias"))]
-
-
-@dataclass
-class Flips(pl.Callback):
-    """Sets frozen weights free in a hook before step ``at[0]``, freezes all blocks before ``at[1]``, sets free what was again."""
-
-    hook: str = "on_train_batch_start"
-    at: tuple[int, ...] = (2, 4, 6)
-
-    def __post_init__(self) -> None:
-        setattr(self, self.hook, self._hook)
-
-    def _hook(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        step = trainer.global_step
-        if step in self.at:
-            free = self.at.index(step) % 2 == 0
-            for param in frozen_of(module):
-                param.requires_grad_(free)
-            module.model.blocks[1].norm.requires_grad_(free)
 
 
 class FlipsInStep(All):
@@ -264,14 +186,6 @@ def test_checkpoints_go_both_ways(plan: Any, step: int, tmp_path: Path) -> None:
     assert_same(resume("auto"), expected)
 
 
-def in_place(store: Path) -> set[str]:
-    """The first names of the parts that are read in place."""
-    with StoreFiles(store) as files:
-        assert files.record is not None
-        rows = zip(files.manifest["layout"]["parts"], parse(files.record.user).parts, strict=True)
-        return {names[0] for names, entry in rows if entry.in_place is not None}
-
-
 @pytest.mark.parametrize("plan", ["disk", "host", MIXED, on_device], ids=["disk", "host", "mixed", "device"])
 def test_frozen_members_are_read_in_place_until_they_train(plan: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
@@ -299,6 +213,32 @@ def test_weights_that_are_set_free_need_room_on_the_disk(plan: str, tmp_path: Pa
     with pytest.raises(OutOfDiskError, match=r"'model.blocks.0.up.weight' was frozen and trains now.* Raise disk_capacity"):
         fit(tmp_path, offload(plan, tmp_path / "tight", disk_capacity=needed + 2**21), replace(WIDE, steps=4), Flips())
     fit(tmp_path, offload(plan, tmp_path / "roomy", disk_capacity=needed + 2**27), replace(WIDE, steps=4), Flips())
+
+
+def test_weights_that_are_set_free_leave_less_memory_to_cache_weights(tmp_path: Path) -> None:
+    least = least_memory(lambda strategy: fit(tmp_path, strategy, WIDE), "disk")
+    host_memory, budget = least + 2**21, Budget()
+    got = fit(tmp_path, HeteroOffloadStrategy("disk", host_memory=host_memory), WIDE, Flips(at=(3,)), budget)
+    assert_same(got, fit(tmp_path, "auto", WIDE, Flips(at=(3,))))
+    assert budget.rows[2][0] > budget.rows[3][0] > 0
+    for cache_bytes, held, needed in budget.rows:
+        assert held <= cache_bytes
+        assert needed <= host_memory
+
+
+@pytest.mark.parametrize("plan", ["disk", "host"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_backward"])
+def test_weights_that_are_set_free_and_do_not_fit_are_refused_and_nothing_is_lost(plan: str, hook: str, tmp_path: Path) -> None:
+    store, make = tmp_path / "store", partial(Flips, hook, at=(3,))
+    least = least_memory(lambda strategy: fit(tmp_path, strategy, WIDE), plan)
+    steps = 3 + (hook == "on_before_backward")  # set free within a step, which then ends
+    with pytest.raises(OutOfMemoryBudgetError, match=r"weights that were frozen train now(.|\n)*Raise host_memory") as refusal:
+        fit(tmp_path, offload(plan, store, host_memory=least + 2**16), WIDE, make())
+    needed = int(refusal.value.needed_bytes)
+    assert needed > least + 2**16
+    shutil.copytree(store, tmp_path / "copy")  # a model that does not fit memory keeps the store while it lives
+    got = fit(tmp_path, offload(plan, tmp_path / "copy", host_memory=needed), WIDE, make(), store=tmp_path / "copy")
+    assert_same(got, after(fit(tmp_path, "auto", WIDE, make()), WIDE.steps - steps))
 
 
 class Own(torch.optim.SGD):
