@@ -6,10 +6,10 @@ and plain Lightning.
 
 [Note: What trains]
 Many models pass ``self.parameters()`` to the optimizer and freeze most of them. A parameter trains
-from the moment when an optimizer has it and it requires a gradient, has one, or has state. Only
-parameters that train have state, updates and two slots on disk. One that is frozen later goes on
-to count: torch keeps its state for when it is set free again. Records of kept steps have the
-members of optimizers, which is what a resume compares.
+from the moment when an optimizer has it and it requires a gradient, has one, or has state, unless
+that is early ([Note: Early state]). Only parameters that train have state, updates and two slots on
+disk. One that is frozen later goes on to count: torch keeps its state for when it is set free
+again. Records of kept steps have the members of optimizers, which is what a resume compares.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
+from lightning_hetero.runtime.early_state import fill, is_early, is_filled, without_early
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import StateSource, take_all, write_state
@@ -84,7 +85,7 @@ class OptimizerBinding:
         self._patches = Patches()
         self._original: dict[str, Function] = {}  # methods that are replaced
         self._handle: RemovableHandle | None = None
-        self._with_state = {id(p) for p, state in optimizer.state.items() if state}.union(with_state)
+        self._with_state = {id(p) for p, state in optimizer.state.items() if state and not is_early(state)}.union(with_state)
         self._members, self._trained = set[int](), set[int]()
         self.learn()
 
@@ -118,6 +119,7 @@ class OptimizerBinding:
     def choose(self, rule: Rule) -> None:
         """Sets the rule from the next step on. Once replaced, ``step`` stays replaced."""
         self.rule = rule
+        self._fill(self._trained)
         if not self._original and (rule is not Rule.WHOLE or any(p.dtype in MASTERED for p in self.params())):
             self._intercept()
 
@@ -146,7 +148,7 @@ class OptimizerBinding:
         if read:
             states = [(s, k, v) for s in self.optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
             inside = [tensor for _, key, value in states for tensor in plain_tensors(value, key).values()]
-            away = [tensor for tensor in inside if isinstance(tensor, OffloadedTensor)]
+            away = [tensor for tensor in inside if isinstance(tensor, OffloadedTensor) and not is_filled(tensor)]
             found = dict(zip(map(id, away), take_all(away), strict=True))
             for state, key, value in states:
                 state[key] = mapped(value, key, lambda _, inner: found.get(id(inner), inner))
@@ -169,7 +171,9 @@ class OptimizerBinding:
             states = [self.optimizer.state.get(p, {}) for p in self.params()]
             mine = set(map(id, self.params()))
             return common | {
-                "state": [{k: v for k, v in s.items() if k not in blockwise.tensors(s)} if s else None for s in states],
+                "state": [
+                    {k: v for k, v in s.items() if k not in blockwise.tensors(s)} if s and not is_early(s) else None for s in states
+                ],
                 "subclasses": [outlines(s) for s in states],
                 "others": {k: v for k, v in self.optimizer.state.items() if id(k) not in mine},
             }
@@ -220,6 +224,8 @@ class OptimizerBinding:
                     plain = given.get(param, {})
                     whole = {key: put_together(key, outline, plain) for key, outline in of_param.items()}
                     self.optimizer.state[param] = {**plain, **rest, **whole}  # Adagrad has a step before its first one
+                elif is_early(given.get(param, {})):
+                    self.optimizer.state[param] = given[param]
             self.optimizer.state.update(books["others"])
             return
         for param, count in zip(self.params(), books["steps"], strict=True):
@@ -248,11 +254,20 @@ class OptimizerBinding:
             begun = {
                 id(p) for p in params if id(p) not in trained and (p.requires_grad or p.grad is not None or id(p) in known)
             }  # fmt: skip
+        if begun:
+            self._fill(begun)
         members = set(map(id, params))
         changed = bool(begun) or members != self._members
         self._members = members
         trained |= begun
         return changed
+
+    def _fill(self, ids: Collection[int]) -> None:
+        """If the optimizer's own ``step`` updates all parameters at once: fills early state."""
+        if self.rule is Rule.WHOLE:
+            for param in self.params():
+                if id(param) in ids:
+                    fill(self.optimizer.state.get(param, {}))
 
     def advance(self, part: Part, indices: Iterable[int]) -> None:
         """Counts one more step of parameters that the engine is about to update."""
@@ -327,8 +342,10 @@ class OptimizerBinding:
     def _load_state_dict(self, state_dict: Options) -> None:
         self._on_read()
         if self.rule is not Rule.NATIVE:
-            self._original["load_state_dict"](state_dict)
+            rest, early = without_early(state_dict, self.optimizer)
+            self._original["load_state_dict"](rest)
             self._with_state.update(id(p) for p, state in self.optimizer.state.items() if state)
+            self.optimizer.state.update(early)
             return
         # torch loads the groups only: it would cast the state and copy all of it.
         self._original["load_state_dict"]({**state_dict, "state": {}})

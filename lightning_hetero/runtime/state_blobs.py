@@ -19,6 +19,7 @@ from lightning_hetero._native import U8, Arena, NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
 from lightning_hetero.optim import blockwise
 from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
+from lightning_hetero.runtime.early_state import is_early
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import BlobSource
@@ -29,6 +30,7 @@ from lightning_hetero.store.live.native_parts import close_native, open_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.units import round_up
+from lightning_hetero.untyped import Options
 
 _ALIGN = 64
 
@@ -55,7 +57,7 @@ class StateBlobs:
     def load(self, part: Part, optimizer: Optimizer) -> None:
         """Brings the part's state into memory, as ordinary tensors in ``optimizer.state``."""
         for param in part.params:
-            state = optimizer.state.get(param, {})
+            state = optimizer.state.get(param, {}) if param.grad is not None else _state(optimizer, param)
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = mapped(value, key, lambda _, content: materialize(content))
@@ -67,7 +69,7 @@ class StateBlobs:
 
     def keep(self, part: Part, optimizer: Optimizer) -> None:
         """Writes the part's state to disk if it is in memory, where it stays."""
-        values = [v for p in part.params for v in leaves(optimizer.state.get(p, {})).values()]
+        values = [v for p in part.params for v in leaves(_state(optimizer, p)).values()]
         if any(not isinstance(value, OffloadedTensor) for value in values):
             self._write(part, optimizer)
 
@@ -117,7 +119,7 @@ class StateBlobs:
     def _write(self, part: Part, optimizer: Optimizer) -> None:
         entries, values, offset = [], [], 0
         for index, param in enumerate(part.params):
-            for key, value in leaves(optimizer.state.get(param, {})).items():
+            for key, value in leaves(_state(optimizer, param)).items():
                 value = materialize(value)
                 check_plain(f"{part.names[index]}.{key}", value)
                 stride = torch.empty_like(value, device="meta").stride()
@@ -160,6 +162,12 @@ class StateBlobs:
         self.retired.append(blob.require_native())
         self._store.blobs.remove(blob)
         self._store.forget(blob)
+
+
+def _state(optimizer: Optimizer, param: nn.Parameter) -> Options:
+    """A parameter's state, unless making the optimizer gives it again."""
+    state: Options = optimizer.state.get(param, {})
+    return {} if is_early(state) else state
 
 
 def _of_row(param: nn.Parameter, row: BlobRow) -> _Entry:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError
 from lightning_hetero.optim.subclasses import mapped
+from lightning_hetero.runtime.early_state import is_filled
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import BlobSource, FileRun, StateSource, WeightSource
@@ -112,6 +114,8 @@ class StateSnapshot:
         if not value.numel():
             return value.detach()
         source = value.source if isinstance(value, OffloadedTensor) else None
+        if source is not None and is_filled(value):
+            return OffloadedTensor(copy(source), stride=value.stride())
         run = source.on_file() if isinstance(source, WeightSource | StateSource | BlobSource) else None
         stride = tuple(value.stride())
         name = "a tensor in memory" if source is None else source.name

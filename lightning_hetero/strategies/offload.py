@@ -19,7 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
-from lightning_hetero.runtime import quantized
+from lightning_hetero.runtime import early_state, quantized
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
@@ -197,7 +197,8 @@ class OffloadRun:
 
     def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:
         strategy, module = self.strategy, self.module
-        strategy.setup_optimizers(trainer)
+        with early_state.of_frozen(module):
+            strategy.setup_optimizers(trainer)
         optimizers = session.cut(strategy.optimizers)
         changes = ModelChanges(module, optimizers, resumed, strategy.lr_scheduler_configs)
         changes.check()
