@@ -389,7 +389,7 @@ class Engine(Handle):
         return EngineStats(*(getattr(out, name) for name in EngineStats._fields))
 
     def bytes_beyond(self) -> int:
-        """Of the bytes read, those that nobody wanted: pages are read whole."""
+        """Bytes that were read beyond the requested ones, because pages are read whole."""
         return check(functions()["engine_bytes_beyond"](self.pointer))
 
     def resize_staging(self, staging_bytes: int) -> None:

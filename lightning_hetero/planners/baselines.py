@@ -81,7 +81,7 @@ BUILTIN_PLANS: dict[str, Callable[[ModelShape], Plan]] = {"resident": resident, 
 
 
 def _recomputing(plan: Plan) -> Plan:
-    """The same with all that forward saves computed again, but for the blocks' inputs."""
+    """The same plan, which keeps only the inputs of blocks and recomputes the rest in backward."""
     return replace(plan, blocks=tuple(replace(b, saved=Saved.RECOMPUTE) for b in plan.blocks))
 
 

@@ -188,7 +188,7 @@ def excluded_of(checkpoint: Mapping[str, object]) -> dict[str, Excluded] | None:
 
 
 def check_keys(missing: Collection[str], unexpected: Collection[str], excluded: Collection[str]) -> None:
-    """Refuses keys as ``load_state_dict`` does, but for what the checkpoint leaves out.
+    """Refuses keys as ``load_state_dict`` does, except those that the checkpoint leaves out.
 
     Raises:
         RuntimeError: Names them.

@@ -11,17 +11,17 @@ the blocks into early and late ones, in forward order:
   falls into that window too. Where updates wait for the verdict, all backwards come before the
   window.
 - *Activations.* From the end of the early blocks' forward until their backward, compute has only
-  the late blocks to do. In that window the late blocks' activations leave and come back, and their
-  weights come for forward and for backward but for what a cache holds. So a step takes at least
-  early compute plus late transfers, on each resource.
+  the late blocks to do. In that window the late blocks' activations leave and come back. Their
+  weights come for forward and for backward, except those in a cache. So a step takes at least early
+  compute plus late transfers, on each resource.
 
 Two phases add up, each as long as any resource works in it:
 
 - *Forward*, from the end of the step before, with its compute, and with all passes of weights from
-  below but for what a cache held before it began. Of weights that the CPU updates it holds none:
-  new ones go up in the order of forward.
-- *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates
-  but for those whose gradients wait when it ends; they take host memory meanwhile.
+  below, except those that a cache held before it began. A cache holds no weights that the CPU
+  updates: new ones go up in the order of forward.
+- *Backward*, with its compute, the gradients' way down, another pass of weights, and all updates,
+  except those whose gradients wait when it ends. These gradients take host memory meanwhile.
 
 And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes
 longer than the longer one. Weights on disk count at the link's own rate, which copies from pageable
@@ -56,7 +56,7 @@ _Key = TypeVar("_Key")
 
 
 class Quantity(IntEnum):
-    """What a block takes in one optimizer step; bytes but for the first two."""
+    """What a block takes in one optimizer step. All values except the first two are bytes."""
 
     COMPUTE_S = 0  # seconds of forward and backward, of all micro-batches
     DEVICE_UPDATE = 1  # parameters; on shared memory bytes as for CPU_UPDATE

@@ -93,7 +93,7 @@ def _cuts(count: int) -> list[int]:
 
 
 def _kind(block: BlockProfile) -> tuple[object, ...]:
-    """All that decides what a block takes, but for what is measured and so never quite the same."""
+    """Everything that decides what a block takes, except measured figures, which always differ."""
     stored = (block.num_params, block.num_trainable_params, block.weight_bytes, block.gradient_bytes, block.state_bytes)
     sizes = (*stored, block.in_place_bytes, block.activation_bytes, block.boundary_bytes, block.cast_bytes)
     return (*sizes, block.pinned, *((o.name, o.bytes) for o in block.operators))

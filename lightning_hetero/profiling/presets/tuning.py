@@ -70,7 +70,7 @@ class TunedModel:
         layout: The model.
         tuning: What trains.
         copied: Why frozen weights are not read in place from safetensors files; empty: they are,
-            but for quantized ones.
+            except quantized ones.
     """
 
     layout: Layout
