@@ -281,8 +281,7 @@ class CudaLanes(Lanes):
             return
         self._peak_bytes = self.peak_bytes()
         _forget_peak(self.device)
-        for stream in self._streams.values():  # copies that nothing waits for may still write
-            stream.synchronize()
+        self._rest()  # an error may have left copies that nothing has waited for
         self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # frees the old memory first
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -328,13 +327,26 @@ class CudaLanes(Lanes):
         with suppress(RuntimeError):
             self._scratch.fill_(0)
 
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Waits for all ops, and for the copies that failed ones have given to their streams."""
+        try:
+            super().drain()
+        except BaseException:
+            self._rest()
+            raise
+
+    def _rest(self) -> None:
+        with suppress(RuntimeError):  # a device that has failed copies nothing more
+            for stream in self._streams.values():
+                stream.synchronize()
+
     def close(self) -> None:
         """Ends the lanes; waits for the copies that the streams were given."""
         self._peak_bytes = self.peak_bytes()
         super().close()
-        with suppress(RuntimeError):  # a device that has failed copies nothing more
-            for stream in self._streams.values():
-                stream.synchronize()
+        self._rest()
         for holding in self._holding.values():
             while holding:
                 holding.popleft().keep.clear()
