@@ -1,0 +1,152 @@
+"""Breaks each wait, event and mark of the lanes, one at a time, and says what finds it: a table for docs/devices.md.
+
+``PYTHONPATH=tests python tests/broken_waits.py``. Each break is made in a child, which runs programs and trainings in a setting:
+
+- ``emulated``: on the emulated device, poisoned and with random delays; what finds a break are wrong results and errors.
+- ``delays``: on streams that are threads with random delays, poisoned; the same.
+- ``order``: on streams whose uses of memory have to be ordered (``support.checker``): what finds a break is the checker, or it
+  ``fails``, which is another error.
+- ``tests``: the tests of lanes.
+
+A child that does not end in time has found it, too. ``--only TEXT`` takes the breaks whose name has the text, ``--settings A B``
+only some settings, and ``--say`` what was found. Exits with 1 if no setting finds a break.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.broken_waits import LISTED, Break, every_other
+from support.lane_kinds import lanes_of
+from support.lanes import MEMORY_BYTES, Program
+from support.models import Outcome, assert_same, run
+from support.ordered_runs import RUNS, everything
+from support.streams import FakeCuda
+
+from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Lanes
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
+
+PATIENCE_S = 60.0
+SEEDS = (1, 2)
+TESTS = ("test_lanes.py", "test_lanes_cuda.py", "test_lanes_emulated.py")
+
+
+def emulated(expected: dict[str, Outcome], folder: Path) -> None:
+    _values("emulated", lambda seed: EmulatedLanes(EmulatedDevice(MEMORY_BYTES, seed=seed), poison=True), expected, folder)
+
+
+def delays(expected: dict[str, Outcome], folder: Path) -> None:
+    def make(seed: int) -> Lanes:
+        return CudaLanes("cpu", cuda=FakeCuda(seed=seed), memory_bytes=MEMORY_BYTES, staging_bytes=1024, poison=True)
+
+    _values("streams", make, expected, folder)
+
+
+def _values(kind: str, make: Callable[[int], Lanes], expected: dict[str, Outcome], folder: Path) -> None:
+    os.environ["LIGHTNING_HETERO_POISON"] = "1"
+    for seed in SEEDS:
+        lanes = make(seed)
+        program = Program(lanes, seed)
+        program.run(40)
+        assert program.equal(), "a program has other results"
+        lanes.close()
+    for name, one in RUNS.items():
+        with lanes_of(kind):
+            assert_same(one.train(folder / name), expected[name])
+
+
+def order(expected: dict[str, Outcome], folder: Path) -> None:
+    everything(folder)
+
+
+def tests(expected: dict[str, Outcome], folder: Path) -> None:
+    here = Path(__file__).parent / "unit"
+    files = [str(here / name) for name in TESTS if (here / name).exists()]
+    code = pytest.main(["-q", "-x", "-n0", "--timeout=30", "-p", "no:cacheprovider", *files])
+    assert code == 0, "a test fails"
+
+
+SETTINGS = {setting.__name__: setting for setting in (emulated, delays, order, tests)}
+
+
+def attempt(broken: Break | None, setting: Any, expected: dict[str, Outcome], said: Any) -> None:
+    """In a child: tells the parent what was found."""
+    found = ""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, ExitStack() as stack:
+        stack.enter_context(redirect_stdout(nowhere))
+        stack.enter_context(redirect_stderr(nowhere))
+        if broken is not None:
+            stack.enter_context(broken.made())
+        try:
+            setting(expected, Path(folder))
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        said.send(found)
+    os._exit(0)
+
+
+def finds(broken: Break | None, setting: Any, expected: dict[str, Outcome]) -> str:
+    """What a setting finds; empty if nothing."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=attempt, args=(broken, setting, expected, there), daemon=True)
+    child.start()
+    there.close()
+    try:
+        return str(here.recv()) if here.poll(PATIENCE_S) else "does not end"
+    except EOFError:
+        return "dies"
+    finally:
+        child.kill()
+        child.join()
+
+
+def word(setting: str, said: str) -> str:
+    """The table's word for what was found."""
+    by_order = setting == "order" and said.startswith("UnorderedError")
+    return "missed" if not said else "found" if by_order else "fails" if setting == "order" else "found"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--say", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        expected = {name: run(one.recipe, "auto", folder) for name, one in RUNS.items()}
+    print(f"| Broken | {' | '.join(options.settings)} |\n|---|{'---|' * len(options.settings)}")
+    missed = 0
+    breaks = [broken for broken in (*LISTED, *every_other()) if options.only in broken.name]
+    for broken in breaks:
+        with broken.made():  # it can be made
+            pass
+    for name in options.settings:
+        whole = finds(None, SETTINGS[name], expected)
+        assert not whole, f"{name} finds something though nothing is broken: {whole}"
+    for broken in breaks:
+        row = {name: finds(broken, SETTINGS[name], expected) for name in options.settings}
+        print(f"| {broken.name} | {' | '.join(word(name, said) for name, said in row.items())} |", flush=True)
+        if options.say:
+            print("\n".join(f"    {name}: {' '.join(said.split())[:300]}" for name, said in row.items() if said), flush=True)
+        missed += not any(row.values())
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

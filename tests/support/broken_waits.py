@@ -1,0 +1,146 @@
+"""Breaks one wait, event or mark of the product at a time, and what finds it.
+
+A break replaces a piece of one function's source. The functions that exist get the new code, so it holds for every caller.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+LANES = tuple(f"lightning_hetero.runtime.lanes.{name}" for name in ("cuda", "op", "queue", "memory", "base"))
+_ALL = "__import__('lightning_hetero.runtime.lanes.base', fromlist=['All']).All"
+
+
+@dataclass(frozen=True)
+class Break:
+    """In one function of a module, ``old`` becomes ``new``."""
+
+    name: str
+    module: str
+    function: str  # its qualified name
+    old: str
+    new: str
+    line: int = 0  # of the module, where ``old`` begins; 0: it is in the function once
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, the product is broken."""
+        module = importlib.import_module(self.module)
+        source = inspect.getsource(module)
+        lines = source.splitlines(keepends=True)
+        found = []  # of a property's two functions one has it
+        for name, node in functions_of(source):
+            begin = self.line or node.lineno
+            if name == self.function and node.lineno <= begin <= node.end_lineno:
+                text = "".join(lines[begin - 1 : node.end_lineno])
+                if self.old in text:
+                    found.append((node, begin - 1, text))
+        assert len(found) == 1, f"{self.function} has no {self.old!r} any more"
+        ((node, begin, text),) = found
+        assert self.line or text.count(self.old) == 1, f"{self.function} has {self.old!r} more than once"
+        broken = "".join([*lines[:begin], text.replace(self.old, self.new, 1), *lines[node.end_lineno :]])
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        (code,) = [c for c in _codes(compile(broken, module.__file__ or "", "exec")) if c.co_firstlineno == first]
+        assert code.co_qualname == self.function
+        (function,) = [f for f in _functions(module, self.function) if f.__code__.co_firstlineno == first]
+        whole, function.__code__ = function.__code__, code
+        try:
+            yield
+        finally:
+            function.__code__ = whole
+
+
+def functions_of(source: str) -> Iterator[tuple[str, Any]]:
+    """The functions of a module with their qualified names."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                yield prefix + child.name, child
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{prefix}{child.name}.")
+
+    yield from walk(ast.parse(source), "")
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _codes(const)
+            if const.co_name.isidentifier():  # neither a lambda nor a comprehension, which may begin in the same line
+                yield const
+
+
+def _functions(module: ModuleType, function: str) -> list[FunctionType]:
+    """The function, or those of the property, of this name."""
+    place: Any = module
+    *outer, name = function.split(".")
+    for part in outer:
+        place = getattr(place, part)
+    found = vars(place)[name]
+    found = getattr(found, "__wrapped__", found)  # a context manager
+    return [f for f in (found.fget, found.fset) if f] if isinstance(found, property) else [found]
+
+
+_NOT_FOR_COPIES = "elif event.moment is not None and not (isinstance(event, _Mark) and stream in self._streams.values()):"
+_NOT_FOR_COMPUTE = "elif event.moment is not None and stream in self._streams.values():"
+_ISSUED = "event.issued() if isinstance(event, QueuedOp) else event.wait()"
+LISTED = tuple(
+    Break(name, LANES[0], function, old, new)
+    for name, function, old, new in (
+        ("copy streams do not wait for compute", "CudaLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
+        ("compute does not wait for copies", "CudaLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
+        ("memory is taken before another stream gives it back", "_StreamArena._wait", "stream.wait_event(moment)", "pass"),
+        ("a copy keeps nothing alive for its stream", "CudaLanes.copy", "queued.keep += (target, source)", "pass"),
+        ("host lanes wait until copies are issued", "CudaLanes._work", "event.wait()", _ISSUED),
+        ("a mark passes at once", "CudaLanes.mark", "return _Mark(self._record(self._compute_stream()))", f"return {_ALL}(())"),
+        ("catching up does nothing", "CudaLanes.catch_up", "self._record(self._compute_stream()).synchronize()", "pass"),
+        ("a copy outside an op does not wait", "CudaLanes.copy", "self.catch_up()", "pass"),
+    )
+)
+"""Breaks that a device would not forgive."""
+
+_WAITING = {
+    "wait", "wait_event", "synchronize", "issued", "handed", "record", "passes", "_order", "_wait", "catch_up", "compute_waits",
+    "_follow_allocator", "drain", "_record", "set", "join",
+}  # fmt: skip
+
+
+def every_other(modules: tuple[str, ...] = LANES, words: frozenset[str] = frozenset(_WAITING)) -> list[Break]:
+    """One break for each statement that waits, records or wakes: it is left out."""
+    found = []
+    for name in modules:
+        source = inspect.getsource(importlib.import_module(name))
+        for function, node in functions_of(source):
+            for statement in ast.walk(node):
+                if not _waits(statement, words):
+                    continue
+                text = ast.get_source_segment(source, statement)
+                assert text is not None
+                title = f"{name.rpartition('.')[2]}.py, {function}: {' '.join(text.split())}"
+                nothing = "__class__" if "super()" in text else "pass"  # the function's code keeps its cell
+                found.append(Break(title, name, function, text, nothing, line=statement.lineno))
+    return found
+
+
+def _waits(statement: ast.AST, words: frozenset[str]) -> bool:
+    if isinstance(statement, ast.Expr):
+        call: Any = statement.value
+    elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Attribute):
+        call = statement.value
+    elif isinstance(statement, ast.If) and len(statement.body) == 1 and isinstance(statement.body[0], ast.Return):
+        asks = {n.attr for n in ast.walk(statement.test) if isinstance(n, ast.Attribute)}
+        return bool(asks & {"poll", "query", "is_set"}) and "closing" not in asks
+    else:
+        return False
+    calls = [n for n in ast.walk(call) if isinstance(n, ast.Call)]
+    return any(isinstance(n.func, ast.Attribute) and n.func.attr in words for n in calls) or any(
+        isinstance(n, ast.Attribute) and n.attr in {"synchronize"} for n in ast.walk(call)
+    )

@@ -1,0 +1,160 @@
+"""Programs on lanes, and trainings, of which every use of memory has to be ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support.checked_streams import checked_devices, checking
+from support.checker import Checker
+from support.cuda import MIXED, RESIDENT
+from support.lanes import MEMORY_BYTES, Program, doing, op
+from support.models import Outcome, Recipe, Shape, run
+
+SHAPE = Shape(layers=4, dropout=0.2, counting=False)
+BORROWED = BlockPlan(name="model.blocks.*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.DEVICE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    plan: Any
+    recipe: Recipe
+    options: dict[str, Any] = field(default_factory=dict)
+    kept: bool = False  # every step
+
+    def train(self, folder: Path) -> Outcome:
+        options = self.options | ({"disk_path": folder / "store"} if self.kept else {})
+        return run(self.recipe, HeteroOffloadStrategy(self.plan, device=EmulatedDevice("4MiB", seed=1), **options), folder)
+
+
+RUNS = {
+    "resident": Run("resident", Recipe(shape=SHAPE, steps=2)),
+    "host": Run("host", Recipe(shape=SHAPE)),
+    "mixed": Run(MIXED, Recipe(shape=SHAPE), {"trace": True}),
+    "mixed, clipped": Run(MIXED, Recipe(shape=SHAPE, steps=2, accumulate=2, clip=0.3)),
+    "mixed, kept": Run(MIXED, Recipe(shape=SHAPE, steps=2), kept=True),
+    "state comes and goes": Run(Plan(name="borrowed", blocks=(BORROWED, RESIDENT)), Recipe(shape=SHAPE)),
+}
+
+
+def training(name: str, folder: Path, *, prompt: bool = False) -> tuple[Outcome, Checker]:
+    """Trains one of :data:`RUNS` on a device with streams."""
+    with checked_devices(prompt=prompt) as checker:
+        got = RUNS[name].train(folder)
+    return got, checker
+
+
+@contextmanager
+def checked_lanes(*, prompt: bool = False) -> Iterator[tuple[CudaLanes, Checker]]:
+    """Lanes that are closed, and what they did is checked."""
+    with checking(prompt=prompt) as checker:
+        lanes = CudaLanes("cpu", cuda=checker.cuda, memory_bytes=MEMORY_BYTES, staging_bytes=1024)
+        try:
+            yield lanes, checker
+        finally:
+            lanes.close()
+
+
+def program(seed: int, *, prompt: bool = False, edges: bool = True) -> tuple[bool, Checker]:
+    """Runs a random program; returns whether its results are right."""
+    with checked_lanes(prompt=prompt) as (lanes, checker):
+        one = Program(lanes, seed, edges=edges)
+        one.run(40)
+        return one.equal(), checker
+
+
+def from_lane_to_lane() -> None:
+    """One lane gives memory back, another takes it: no edge orders them."""
+    with checked_lanes() as (lanes, _):
+        memory = lanes.memory()
+        memory.take(MEMORY_BYTES - 512, "the rest")
+        old = memory.take(512, "old").fill_(1)
+        back, source = lanes.host_buffer(512), lanes.host_buffer(512).fill_(2)
+
+        def leave() -> None:
+            lanes.copy(back, old)
+            memory.give(old)
+
+        lanes.submit(op(0, Lane.D2H), doing(leave), [lanes.mark()]).handed()
+        lanes.submit(op(1, Lane.H2D), doing(lambda: lanes.copy(memory.take(512, "new"), source)), [])
+        lanes.drain()
+
+
+def a_failed_op() -> None:
+    """An op fails after it has given work to its stream; then its memory belongs to compute."""
+    with checked_lanes() as (lanes, _):
+        memory, source = lanes.memory(), lanes.host_buffer(512).fill_(1)
+        taken = memory.take(512, "weights")
+
+        def fail() -> None:
+            lanes.copy(taken, source)
+            raise ValueError("half way")
+
+        failed = lanes.submit(op(0, Lane.H2D), doing(fail), [lanes.mark()])
+        for number in range(20):  # submissions forget ops that have ended
+            lanes.submit(op(number + 1, Lane.CPU), doing(lambda: None), [])
+        for wait in (failed.wait, lanes.drain):
+            try:
+                wait()
+            except ValueError:
+                continue
+        memory.give(taken)
+        memory.take(512, "other weights").fill_(2)
+
+
+def an_early_end() -> None:
+    """The lanes are closed behind a copy that nobody has waited for; the host's memory is freed."""
+    with checked_lanes() as (lanes, _):
+        source, target = torch.ones(512), lanes.memory().take(2048, "weights").view(torch.float32)
+        lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(target, source)), [lanes.mark()]).handed()
+
+
+def other_memory() -> None:
+    """Other memory is set aside behind an op that nobody has waited for, and no edge orders the next one."""
+    with checked_lanes() as (lanes, _):
+        source = lanes.host_buffer(512).fill_(1)
+
+        def pass_by() -> None:
+            taken = lanes.memory().take(512, "weights")
+            lanes.copy(taken, source)
+            lanes.memory().give(taken)
+
+        lanes.submit(op(0, Lane.H2D), doing(pass_by), []).handed()
+        lanes.resize(4096)
+        lanes.submit(op(1, Lane.H2D), doing(lambda: lanes.copy(lanes.memory().take(512, "new"), source)), [])
+        lanes.drain()
+
+
+def conversions() -> None:
+    """Ops of both directions convert in staging memory and in tensors of their own."""
+    with checked_lanes() as (lanes, _):
+        held = torch.randn(37, 53)
+        up, down = torch.empty(37, 53, dtype=torch.bfloat16), torch.empty(53, 37).t()
+        first = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(up, held)), [lanes.mark()])
+        lanes.submit(op(1, Lane.D2H, OpKind.GRAD), doing(lambda: lanes.copy(down, up)), [first]).wait()
+        assert torch.equal(down, held.bfloat16().float())
+        lanes.drain()
+
+
+SCENES: tuple[Callable[[], None], ...] = (from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions)
+
+
+def everything(folder: Path) -> None:
+    """Runs all of it; raises what was found first."""
+    for seed in range(4):
+        assert program(seed)[0]
+    for scene in SCENES:
+        scene()
+    for name in RUNS:
+        training(name, folder / name)

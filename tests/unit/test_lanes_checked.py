@@ -1,0 +1,30 @@
+"""Programs on lanes whose every use of memory has to be ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.checker import UnorderedError
+from support.ordered_runs import SCENES, program
+
+BOTH = pytest.mark.parametrize("prompt", [False, True], ids=["polls find nothing", "polls find all"])
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_order_all_uses(seed: int, prompt: bool) -> None:
+    right, checker = program(seed, prompt=prompt)
+    assert right
+    assert checker.uses > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_without_their_edges_are_found(seed: int) -> None:
+    with pytest.raises(UnorderedError, match="nothing orders the"):
+        program(seed, edges=False)
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_scenes_order_all_uses(scene: Callable[[], None]) -> None:
+    scene()
