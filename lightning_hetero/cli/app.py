@@ -365,7 +365,8 @@ def export(
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="No safetensors file is larger.")] = "5GB",
     merge: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Merge the adapter that PEFT has saved there (LoRA, DoRA, IA3).")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Merge the adapter that PEFT has saved there, or that of a store."),
     ] = None,
     as_json: o.Json = False,
 ) -> None:

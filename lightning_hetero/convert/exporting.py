@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model
+from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST
-from lightning_hetero.store.format.stored_model import last_kept, stored_buffers, stored_weights
+from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_weights
 from lightning_hetero.units import parse_bytes
 
 CHECKPOINT = ".ckpt"
@@ -57,9 +57,9 @@ def export_weights(
         dtype: Convert floating-point weights to it.
         max_shard_size: No safetensors file is larger, unless a single tensor is; such as ``"5GB"``.
         merge: Merge an adapter of PEFT (LoRA, rsLoRA, DoRA, IA3) into the weights, one layer at a
-            time: the folder that PEFT has saved, or ``True`` for the active one of a model. A
-            folder's own weights count if the source has no adapter. The result has the bits of
-            ``merge_and_unload()``.
+            time: the folder that PEFT has saved, or ``True`` for the active one of a model and the
+            one of a store. A folder's own weights count if the source has no adapter. The result
+            has the bits of ``merge_and_unload()``.
 
     Returns:
         The files written, remote ones as URLs. Tied weights are written once, under their first
@@ -74,10 +74,11 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     path = Place.of(destination)
+    adapter = None if merge is False else _adapter(source, merge)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
-        if merge is not False:
-            tensors = merged(tensors, _adapter(source, merge))
+        if adapter is not None:
+            tensors = merged(tensors, adapter)
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
@@ -131,13 +132,25 @@ def import_weights(
 
 def _adapter(source: nn.Module | str | os.PathLike[str], merge: str | os.PathLike[str] | bool) -> Adapter:
     if not isinstance(merge, bool):
+        where = merge
+    elif isinstance(source, nn.Module):
+        return of_model(source)
+    else:
+        where = source
+    if (path := _store_at(where)) is not None:
+        with ExitStack() as opened:
+            return of_store(stored_adapters(last_kept(opened.enter_context(StoreFiles(path)), opened)), str(path))
+    if not isinstance(merge, bool):
         return of_folder(merge)
-    if not isinstance(source, nn.Module):
-        raise ConfigError(
-            f"merge=True is for a model in memory; {os.fspath(source)!r} does not say how its adapters were configured. Give the "
-            f"folder that PEFT's save_pretrained() has written; its configuration is enough if the source has the adapter."
-        )
-    return of_model(source)
+    raise ConfigError(
+        f"merge=True is for a model in memory or a store; {os.fspath(where)!r} does not say how its adapters were configured. Give "
+        f"the folder that PEFT's save_pretrained() has written; its configuration is enough if the source has the adapter."
+    )
+
+
+def _store_at(path: str | os.PathLike[str]) -> Path | None:
+    local = Place.of(path).local
+    return local if local is not None and (local / MANIFEST).is_file() else None
 
 
 def _named(place: Place) -> Path | str:
@@ -156,9 +169,9 @@ def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) ->
     """
     if isinstance(source, nn.Module):
         return list(_of_state(source.state_dict(keep_vars=True)))
+    if (store := _store_at(source)) is not None:
+        return list(_of_store(last_kept(opened.enter_context(StoreFiles(store)), opened)))
     path = Place.of(source)
-    if path.local is not None and (path.local / MANIFEST).is_file():
-        return list(_of_store(last_kept(opened.enter_context(StoreFiles(path.local)), opened)))
     if path.is_dir() or path.suffix == ".safetensors":
         return list(_of_files(WeightFiles.open(path)))
     return list(_of_state(state_dict_of(path), mapped=True))

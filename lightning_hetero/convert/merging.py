@@ -73,6 +73,31 @@ def of_folder(folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(_checked(config, str(place)), "", tensors, repr(str(place)))
 
 
+def of_store(configs: Mapping[str, Mapping[str, object]], where: str) -> Adapter:
+    """The adapter of a store, which has its tensors among the model's.
+
+    Args:
+        configs: The configurations of adapters in the store, by name.
+        where: The store, for messages.
+
+    Raises:
+        ConfigError: It has none.
+        UnsupportedError: It has several, PEFT is not installed, or cannot merge this kind.
+    """
+    if not configs:
+        raise ConfigError(
+            f"store {where!r} does not say how its adapters were configured. Give the folder that PEFT's save_pretrained() has "
+            f"written; its configuration is enough."
+        )
+    if len(configs) > 1:
+        raise UnsupportedError(
+            f"store {where!r} has adapters {', '.join(map(repr, configs))}; one is merged at a time. Give the folder of one."
+        )
+    ((name, values),) = configs.items()
+    config: _Config = _peft("merge an adapter").PeftConfig.from_peft_type(**values)
+    return Adapter(_checked(config, where), name, {}, repr(where))
+
+
 def of_model(root: nn.Module) -> Adapter:
     """The active adapter of a model of PEFT inside a module.
 

@@ -7,6 +7,7 @@ are recognized by their attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 
 import torch
@@ -47,6 +48,20 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
 
     visit(root, {})
     return refused, setters
+
+
+def configurations(root: nn.Module) -> dict[str, dict[str, object]]:
+    """The configurations of a model's adapters by name, as PEFT's folders have them."""
+    found = (vars(module).get("peft_config") for module in root.modules())
+    configs: Mapping[str, Value] = next((known for known in found if isinstance(known, Mapping)), {})
+    return {name: {key: _plain(value) for key, value in config.to_dict().items()} for name, config in configs.items()}
+
+
+def _plain(value: object) -> object:
+    """As JSON has it."""
+    if isinstance(value, Enum):
+        return value.value
+    return sorted(value) if isinstance(value, set) else value
 
 
 def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:

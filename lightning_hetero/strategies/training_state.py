@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.runtime.adapters import configurations
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
@@ -37,6 +38,7 @@ class TrainingState:
         self._patches = Patches()
         self._warned: set[str] = set()
         self.data = TrainingData(trainer, self._warn)
+        self._adapters = configurations(trainer.lightning_module)
 
     def attach(self, after_batch: Callable[[], None]) -> None:
         """Calls ``after_batch`` after each training batch's last hook, until :meth:`detach`."""
@@ -115,6 +117,8 @@ class TrainingState:
         fields["callbacks"] = self._callbacks(files)
         fields["datamodule"] = self._datamodule(files)
         fields["hyper_parameters"] = self._hyper(files)
+        if self._adapters:
+            fields["adapters"] = self._optional(files, self._adapters, "the configuration of adapters") or "{}"
         return "{" + ",".join(f'"{key}":{text}' for key, text in fields.items()) + "}"
 
     def _loops(self) -> dict[str, object]:

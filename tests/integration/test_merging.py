@@ -80,12 +80,13 @@ def test_all_sources_have_the_bits_of_peft(name: str, dtype: torch.dtype, tmp_pa
     module = trained(directory, CONFIGS[name](), tmp_path, dtype=dtype)
     export_weights(module, tmp_path / "model", module="model", merge=True)
     export_weights(tmp_path / "store", tmp_path / "of store", module="model", merge=tmp_path / "adapter")
+    export_weights(tmp_path / "store", tmp_path / "of store alone", module="model", merge=True)
     export_weights(tmp_path / "x.ckpt", tmp_path / "of file", module="model", merge=tmp_path / "adapter")
     export_weights(directory, tmp_path / "of base", merge=tmp_path / "adapter")
     base = llama.LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
     same(tmp_path / "of base", by_peft(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")))
     expected = by_peft(module.model)
-    for kind in ("model", "of store", "of file"):
+    for kind in ("model", "of store", "of store alone", "of file"):
         same(tmp_path / kind, expected)
 
 
@@ -95,6 +96,10 @@ def test_the_command_and_transformers_read_the_result(tmp_path: Path) -> None:
     arguments = ["export", str(directory), str(tmp_path / "out"), "--merge", str(tmp_path / "adapter")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
+    store = str(tmp_path / "store")
+    done = CliRunner().invoke(app, ["export", store, str(tmp_path / "alone"), "--module", "model", "--merge", store])
+    assert done.exit_code == 0, done.output
+    same(tmp_path / "alone", load_file(tmp_path / "out" / "model.safetensors"))
     module.model.config.save_pretrained(tmp_path / "out")
     loaded = llama.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(6)[None]

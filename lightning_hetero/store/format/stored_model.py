@@ -187,6 +187,18 @@ def stored_buffers(store: StoreFiles) -> dict[str, Tensor]:
     return buffers
 
 
+def stored_adapters(store: StoreFiles) -> dict[str, dict[str, Any]]:
+    """Configurations of PEFT's adapters by name. Stores of earlier versions have none.
+
+    Raises:
+        ConfigError: The last record stands for no step.
+        StoreCorruptError: They are in a file that is not what the record names.
+    """
+    found = _state(store, "adapters").get("adapters", {})
+    whole = isinstance(found, dict) and all(isinstance(config, dict) for config in found.values())
+    return found if whole else {}
+
+
 def _parts(store: StoreFiles) -> list[tuple[list[str], PartEntry]]:
     if store.record is None:
         raise _no_record(store)
