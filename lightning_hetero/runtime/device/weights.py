@@ -321,7 +321,7 @@ def _views(part: Part, memory: Tensor) -> list[Tensor]:
     flat = _flat(part, memory)
     runs = (flat[start : start + param.numel()] for start, param in zip(part.offsets, part.params, strict=True))
     with torch.inference_mode(False):  # a block that is bound during validation is trained later
-        return [part.shaped(i, dlpack.from_dlpack(run)) for i, run in enumerate(runs)]
+        return [part.shaped(i, dlpack.from_dlpack(torch._C._to_dlpack(run))) for i, run in enumerate(runs)]
 
 
 def _assign(part: Part, views: Iterable[Tensor]) -> None:

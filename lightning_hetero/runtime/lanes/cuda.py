@@ -320,7 +320,7 @@ class CudaLanes(Lanes):
 
     def spare_bytes(self) -> int | None:
         """What torch's allocator can still give out; ``None`` for a stand-in."""
-        return None if self.device.type == "cpu" else spare_bytes(self.device)
+        return None if self.device.type == "cpu" else spare_bytes(self.device, self._cuda)
 
     def _forget_error(self) -> None:
         # torch checks the last error after every launch; torch's cudart has no call to clear it.

@@ -82,16 +82,17 @@ class CudaDevice:
         return True
 
 
-def spare_bytes(device: torch.device) -> int:
+def spare_bytes(device: torch.device, cuda: Value = torch.cuda) -> int:
     """What torch's allocator can still give out of a device's memory, in any pieces.
 
     That is the free memory and the allocator's unused whole pieces, at most this process's share.
-    Gaps between tensors in use do not count.
+    Gaps between tensors in use do not count. ``cuda`` is ``torch.cuda``, or its replacement in
+    tests.
     """
     free, total = torch.accelerator.get_memory_info(device)
     stats = torch.accelerator.memory_stats(device)
     reserved, allocated, gaps = (stats.get(f"{key}.all.current", 0) for key in ("reserved_bytes", "allocated_bytes", _GAPS))
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(cuda.get_per_process_memory_fraction(device) * total)
     return int(min(free + reserved, allowed) - allocated - gaps)
 
 
