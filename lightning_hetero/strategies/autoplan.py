@@ -23,10 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
-
 from lightning_hetero.clock import now_s
-from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
+from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
@@ -209,7 +207,7 @@ class Autoplan:
         """A batch did not fit the device's memory: see [Note: A batch that does not fit]."""
         self.abandon_batch()
         if self._from_profile:  # otherwise the plan did not know yet what the batch needs
-            unknown = memory_bytes // _UNKNOWN_SHORT if isinstance(error, torch.OutOfMemoryError) else 0
+            unknown = 0 if isinstance(error, DeviceMemoryError) else memory_bytes // _UNKNOWN_SHORT
             short = getattr(error, "needed_bytes", 0) - getattr(error, "free_bytes", 0)
             self._short_bytes += max(_LEAST_SHORT, short, unknown)
         if self.stage is Stage.RUN:

@@ -29,6 +29,7 @@ from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroE
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners.demotion import demotions
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.lanes.memory import is_out_of_memory
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.batch_state import ChangingBuffers, MetricStates
@@ -46,7 +47,8 @@ _T = TypeVar("_T")
 _MOST = 16  # plans that one step may give up
 _SLACK_BYTES = 32 * MIB  # smaller differences do not count: gradients on their way to the host come and go
 
-OUT_OF_MEMORY = (DeviceMemoryError, torch.OutOfMemoryError)
+OUT_OF_MEMORY = (DeviceMemoryError, RuntimeError)
+"""Errors that :func:`is_out_of_memory` tells from others."""
 
 _eager: Callable[[Function], Function] = torch.compiler.disable
 
@@ -135,11 +137,30 @@ class StepRetry:
         self._fitted: _Demand | None = None  # the largest that ended in a step
         self._spare_bytes = 0  # what torch could get as the current batch began
         self._demotions = 0
+        self._retries = executor.lanes.allocator_retries()
+        self._has_warned = False
 
     def step_ended(self) -> None:
         """The optimizer's step is over. The next batch begins another one."""
+        self._count_retries()
         self._batches.clear()
         self._demotions = 0
+
+    def _count_retries(self) -> None:
+        """Says how often the allocator had to empty its cache in the step; the first time loudly.
+
+        A step that began again has done so on purpose.
+        """
+        before, self._retries = self._retries, self._executor.lanes.allocator_retries()
+        if self._retries > before and not self._demotions:
+            level, self._has_warned = logging.DEBUG if self._has_warned else logging.WARNING, True
+            log.log(
+                level,
+                "%d times in this step the device had no memory in one piece until torch emptied its cache, which waits for the "
+                "device and is slow. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or lower device_memory, so that a plan "
+                "leaves more.",
+                self._retries - before,
+            )
 
     def evaluate(self, run: Callable[[], _T]) -> _T:
         """Runs a batch that only reads weights, under lesser plans if necessary."""
@@ -187,8 +208,9 @@ class StepRetry:
         def first() -> Tensor:
             try:
                 return self._backward_of(batch, loss)
-            except OUT_OF_MEMORY:
-                loss.detach_()  # Lightning holds it, and with it the graph
+            except OUT_OF_MEMORY as error:
+                if is_out_of_memory(error):
+                    loss.detach_()  # Lightning holds it, and with it the graph
                 raise
 
         def again() -> Tensor:
@@ -221,6 +243,8 @@ class StepRetry:
             try:
                 return attempt()
             except OUT_OF_MEMORY as out:
+                if not is_out_of_memory(out):
+                    raise
                 error = _bare(out)
             give_up(error)
             attempt = again

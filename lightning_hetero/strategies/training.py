@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import UpdateLane
 from lightning_hetero.runtime.executor import Executor
+from lightning_hetero.runtime.lanes.memory import is_out_of_memory
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
@@ -218,6 +219,8 @@ class Training:
         try:
             plain(optimizer)
         except OUT_OF_MEMORY as error:
+            if not is_out_of_memory(error):
+                raise
             raise retry.step_failed(error) from error
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -234,7 +237,7 @@ class Training:
                 executor.await_verdict(_CLOSURE_WRAPPED)
             output = plain(optimizer, *args, **kwargs)
         except OUT_OF_MEMORY as error:
-            if self._retry is None:
+            if self._retry is None or not is_out_of_memory(error):
                 raise
             raise self._retry.step_failed(error) from error
         finally:

@@ -15,6 +15,7 @@ from support.cuda import MIXED, RESIDENT, StandIn
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan
@@ -302,6 +303,22 @@ def test_buffers_and_metrics_move_with_the_model() -> None:
     move_rest(module, elsewhere)
     assert module.device == module.mean.device == module.mean.mean_value.device == module.calls.device == elsewhere
     assert all(p.device.type == "cpu" for p in module.parameters())
+
+
+def test_the_libraries_of_a_backward_have_their_memory_before_free_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take it per thread, and a backward has threads of its own."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    with torch.no_grad(), Products() as products:
+        cuda_device._warm_up(torch.device("cpu"))
+    assert products.count == 2 * 3
 
 
 def test_the_gpu_memory_that_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,6 +343,51 @@ def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repea
     assert waits == ([True] * 4 if lost > 32 << 20 else [True, False, False, True])
 
 
+class WithoutWorkspace(Failing):
+    """A library of the driver runs out of memory, or fails in another way."""
+
+    status = "ALLOC_FAILED"
+
+    def pass_by(self, place: str, name: str) -> None:
+        try:
+            super().pass_by(place, name)
+        except torch.OutOfMemoryError:
+            raise RuntimeError(f"CUDA error: CUBLAS_STATUS_{self.status} when calling `cublasCreate(handle)`") from None
+
+
+class Broken(WithoutWorkspace):
+    status = "INTERNAL_ERROR"
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_a_library_that_gets_no_memory_is_out_of_memory(
+    place: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe, faults = Recipe(shape=FOUR, steps=2), [(0, place, "blocks.1")]
+    expected = run(recipe, "auto", tmp_path, module_class=Failing)
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        _, _, got = failing(recipe, HOST, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=WithoutWorkspace)
+    assert_same(got, expected)
+    assert len(repeats(caplog)) == 1
+    with pytest.raises(RuntimeError, match="INTERNAL_ERROR"):
+        failing(recipe, HOST, faults, tmp_path, monkeypatch, on=ON_GPU, module_class=Broken)
+    late = [(1, "backward", "blocks.1")]
+    with pytest.raises(BatchMemoryError, match="updates of this step have begun") as refusal:
+        failing(recipe, HOST, late, tmp_path, monkeypatch, on=ON_GPU, module_class=WithoutWorkspace)
+    assert str(refusal.value).count("is too small for this batch") == 1
+
+
+def test_steps_in_which_the_allocator_empties_its_cache_are_said(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = iter([7, 7, 10, 10, 11])  # as the fit begins, and after each step
+    monkeypatch.setattr(CudaLanes, "allocator_retries", lambda lanes: next(counts))
+    with caplog.at_level(logging.DEBUG, "lightning_hetero"):
+        run(Recipe(shape=FOUR, steps=4), HeteroOffloadStrategy(HOST), tmp_path, **ON_GPU)
+    said = [record for record in caplog.records if "until torch emptied its cache" in record.message]
+    assert [(record.levelname, record.message[:7]) for record in said] == [("WARNING", "3 times"), ("DEBUG", "1 times")]
+
+
 class Overflowing(Once):
     """Its loss overflows in the second step."""
 

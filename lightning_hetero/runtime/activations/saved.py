@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.runtime.lanes.memory import POISON
+from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES, POISON
 
 
 class ChangedInPlaceError(HeteroError):
@@ -156,9 +156,12 @@ class SavedStorage:
         return [tensor for tensor in (ref() for ref in self.tensors) if tensor is not None]
 
     def span(self) -> tuple[int, int]:
-        """The first byte of the device tensors, a multiple of 64, and the one after the last."""
+        """The first byte of the device tensors, rounded down to whole alignments, and the end."""
         spans = [tensor.layout.span() for tensor in self.alive() if tensor.tensor is not None]
-        return (min(begin for begin, _ in spans) // 64 * 64, max(end for _, end in spans)) if spans else (0, 0)
+        if not spans:
+            return 0, 0
+        first = min(begin for begin, _ in spans)
+        return first - first % ALIGNMENT_BYTES, max(end for _, end in spans)
 
     def stay(self, other: Tensor) -> None:
         """The storage stays on the device, because another use has saved it too, by ``other``."""

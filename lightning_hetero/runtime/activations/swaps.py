@@ -2,9 +2,10 @@
 
 [Note: Hops]
 Each hop moves a use's activations together: from their storages into one host buffer, tensor beside
-tensor at multiples of 64 bytes, and back into one run of device memory by one copy. Storages that
-go to the disk have a host buffer and a file of their own. Host buffers and files are lent out again
-from step to step ([Note: Sizes that vary] in ``runtime.pool``).
+tensor, and back into one run of device memory by one copy. Storages lie at multiples of 512 bytes,
+as where torch's allocator had them, because libraries choose a kernel by the alignment of its
+arguments. Storages that go to the disk have a host buffer and a file of their own. Host buffers and
+files are lent out again from step to step ([Note: Sizes that vary] in ``runtime.pool``).
 
 Compute's thread submits the hops. Each takes its host buffers as it starts, when earlier hops have
 released theirs. Compute's thread also allocates the device memory for the way back, so that the
@@ -28,12 +29,11 @@ from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
 from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.lanes.base import Event, OpEvent
-from lightning_hetero.runtime.lanes.memory import POISON
+from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES, POISON
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.runtime.pool import Lease, LeasePool
 from lightning_hetero.units import round_up
 
-_ALIGN = 64
 _PAGE = 4096
 
 
@@ -259,7 +259,7 @@ class Swap:
             # On the device, bytes from the disk come back behind the others.
             storage.shift_bytes = at - begin + (self._host_bytes if to_disk else 0)
             rows.append((raw, at))
-            at = round_up(at + end - begin, _ALIGN)
+            at = round_up(at + end - begin, ALIGNMENT_BYTES)
         return rows, at
 
     def _submit(

@@ -299,6 +299,10 @@ class CudaLanes(Lanes):
         own = self._memory.peak_bytes if self.device.type == "cpu" else torch.accelerator.max_memory_allocated(self.device)
         return max(self._peak_bytes, own)
 
+    def allocator_retries(self) -> int:
+        """How often torch's allocator has emptied its cache because an allocation failed."""
+        return 0 if self.device.type == "cpu" else torch.accelerator.memory_stats(self.device).get("num_alloc_retries", 0)
+
     def allocated_bytes(self) -> int:
         """What torch has allocated beside the lanes."""
         if self.device.type == "cpu":

@@ -98,7 +98,8 @@ def spare_bytes(device: torch.device, cuda: Value = torch.cuda) -> int:
 
 def _warm_up(device: torch.device) -> None:
     """Makes the context and loads libraries, because torch does not count their memory."""
-    for dtype in (torch.float32, torch.bfloat16):
-        ones = torch.ones(16, 16, dtype=dtype, device=device)
-        torch.mm(ones, ones)
+    with torch.enable_grad():
+        for dtype in (torch.float32, torch.bfloat16):
+            ones = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            torch.autograd.backward(torch.mm(ones, ones).sum())  # its thread has workspaces of its own
     torch.accelerator.synchronize(device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_hetero.errors import DeviceMemoryError
+from lightning_hetero.errors import DeviceMemoryError, HeteroError
 from lightning_hetero.units import format_bytes, round_up
 
 ALIGNMENT_BYTES = 512  # torch's own allocator for CUDA aligns to as much
@@ -155,3 +155,14 @@ def _merged(low: _Gap, high: _Gap) -> _Gap:
     for stream, moment in high.given.items():
         given[stream] = max(moment, given.get(stream, moment), key=lambda m: m[0])
     return _Gap(low.start, high.end, given)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory ended: in an arena, in torch's allocator, or in a library.
+
+    Libraries allocate without torch, and raise such as ``CUBLAS_STATUS_ALLOC_FAILED``.
+    """
+    if isinstance(error, DeviceMemoryError | torch.OutOfMemoryError):
+        return True
+    # An error of ours may quote it, for a step that does not begin again.
+    return isinstance(error, RuntimeError) and not isinstance(error, HeteroError) and "_STATUS_ALLOC_FAILED" in str(error)

@@ -247,6 +247,10 @@ class Lanes:
         """What torch can still allocate, in any pieces; ``None`` without a partitioned device."""
         return None
 
+    def allocator_retries(self) -> int:
+        """How often torch's allocator has emptied its cache because an allocation failed."""
+        return 0
+
     def allocated_bytes(self) -> int:
         """Device memory that torch has allocated beside the lanes; 0 if that is not counted."""
         return 0

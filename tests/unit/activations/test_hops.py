@@ -32,6 +32,7 @@ from lightning_hetero._native import Engine
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, Payload
 from lightning_hetero.runtime.activations.files import SwapFiles
+from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.store.format.directory import StoreDirectory
 
@@ -94,6 +95,24 @@ def test_batches_of_other_lengths_lock_no_new_pages(monkeypatch: pytest.MonkeyPa
             for length in (300, 512, 64, 450, 511, 200, 128):
                 driver.step(lambda x=whole[:, :length]: net(x))
             assert bool(made) == (number == 0)
+
+
+@pytest.mark.parametrize("to", [HOST, DISK], ids=["host", "disk"])
+def test_storages_come_back_as_aligned_as_an_allocator_has_them(to: Any, files: SwapFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries choose a kernel by the alignment of its arguments: another one may give other bits."""
+    found: list[int] = []
+    leave = SavedStorage.leave
+
+    def leaves(storage: SavedStorage, *, poison: bool) -> None:
+        found.extend([storage.moved[0], storage.shift_bytes])
+        leave(storage, poison=poison)
+
+    monkeypatch.setattr(SavedStorage, "leave", leaves)
+    net, x = Net(), torch.randn(3, 13, 32)
+    with driving(net.blocks(), rule(to, HOST), files=files, lanes=emulated()) as driver:
+        driver.step(lambda: net(x))
+    assert len(set(found)) > 2
+    assert all(at % 512 == 0 for at in found)
 
 
 def test_the_disk_is_refused_without_one(x: Tensor) -> None:
