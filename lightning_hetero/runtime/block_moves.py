@@ -9,7 +9,7 @@ from lightning_hetero.errors import OutOfDiskError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, restore
+from lightning_hetero.runtime.offloaded_parameter import restore
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
 from lightning_hetero.store.live.mirrors import mirror_files
@@ -82,9 +82,7 @@ def close_parts(executor: Executor, block: Block, parts: Iterable[Part]) -> None
     """Brings a block of a parked session into memory, and closes some of its native parts."""
     executor.residency.bring(block, force=True)
     for part in parts:
-        for param in part.params:
-            if type(param) is OffloadedParameter:
-                restore(param)
+        restore(part.params)
         if part.native is not None:
             close_native(executor.store, part)
 

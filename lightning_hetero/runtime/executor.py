@@ -132,9 +132,10 @@ class Executor:
         self.updater.begin_step()
         if training:
             self._room.forward_begins()
-            for block in self.blocks:
-                block.grads_left = {id(p) for p in block.params() if p.requires_grad}
-                block.early_unsafe = False
+            with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+                for block in self.blocks:
+                    block.grads_left = {id(p) for p in block.params() if p.requires_grad}
+                    block.early_unsafe = False
         if self.handlers.activations is not None:
             self.handlers.activations.begin_batch()
 

@@ -28,7 +28,7 @@ from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.runtime.device import DeviceSide, HostGradient
+from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
@@ -226,7 +226,7 @@ class Handlers:
 
     def gather(self, block: Block) -> None:
         """Backward has ended: adds the device's gradients to those on the host, if it has any."""
-        if self._side is not None and any(p in self._side.gradients for p in block.params()):
+        if self._side is not None and not self._side.gradients.ids().isdisjoint(map(id, block.params())):
             self._take_rest(block, self._side)
 
     # ---- what they do ----------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class Handlers:
 
     def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
         """Sends gradients that are still on the device after backward; returns the end of that."""
-        if any(p.numel() and p.grad is not None and type(p.grad) is not HostGradient for p in block.params()):
+        if side.gradients.are_left(block):
             op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
             run = self._gradients_of(block, side)
             end = self.ends[op.kind, op.block] = self._lanes.submit(op, run, (self._mark(op.at),))
@@ -417,11 +417,10 @@ class Handlers:
     def _gradients_of(self, block: Block, side: DeviceSide) -> Run:
         """GRAD. A speculative update reads what it needs of the gradients before they leave."""
         binding, gradients = self._batch.armed, side.gradients
-        params = [p for p in block.params() if p.grad is not None]
         early = self._deferred and self._updater.verdict is None
         if early and binding is not None and self._speculation.hopes(block, binding):
-            mine = [p for p in params if self._updater.owners.get(id(p)) is binding]
-            self._speculation.leave(block, mine, binding, whole=not any(p in gradients for p in block.params()))
+            mine = [p for p in block.params() if p.grad is not None and self._updater.owners.get(id(p)) is binding]
+            self._speculation.leave(block, mine, binding, whole=gradients.ids().isdisjoint(map(id, block.params())))
         run = gradients.take(block)
         self._marked = -1, All(())  # compute may have more to do since the last mark, such as norms
         return run

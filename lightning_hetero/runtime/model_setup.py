@@ -182,15 +182,13 @@ class ModelSetup:
                         memory.copy_(materialize(param))
                     if self._built is not None:
                         self._built.release(param.detach())
-                    restore(param)
+                    restore([param])
                     set_data(param, memory)
                     self._elsewhere.discard(id(param))
 
     def restore(self, block: Block) -> None:
         """Makes parameters ordinary again, unless they are still on another Trainer's disk."""
-        for param in block.params():
-            if type(param) is OffloadedParameter and id(param) not in self._elsewhere:
-                restore(param)
+        restore(param for param in block.params() if id(param) not in self._elsewhere)
 
     def undo(self) -> None:
         """Undoes a refused start: leaves no memory that was never initialized."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import GetSetDescriptorType
 from typing import NoReturn, Protocol
 
@@ -105,18 +105,25 @@ class OffloadedParameter(nn.Parameter):
     __repr__: Value = _describe  # mypy accepts no override of torch's signature
 
 
-def offload(parameter: nn.Parameter, record: Record) -> None:
-    """Turns a parameter into an ``OffloadedParameter``, in place, in under a microsecond."""
-    if type(parameter) is not nn.Parameter and type(parameter) is not OffloadedParameter:
-        parameter.__dict__["_hetero_class"] = type(parameter)  # such as one of bitsandbytes
-    parameter.__class__ = OffloadedParameter
-    parameter.__dict__["_hetero"] = record
+def offload(parameters: Iterable[nn.Parameter], records: Mapping[int, Record]) -> None:
+    """Turns parameters into ``OffloadedParameter``, in place; ``records``: theirs, by ``id``."""
+    for parameter in parameters:
+        kind = type(parameter)
+        if kind is not OffloadedParameter:
+            attributes = parameter.__dict__
+            if kind is not nn.Parameter:
+                attributes["_hetero_class"] = kind  # such as one of bitsandbytes
+            attributes["_hetero"] = records[id(parameter)]
+            parameter.__class__ = OffloadedParameter
 
 
-def restore(parameter: nn.Parameter) -> None:
-    """Turns an ``OffloadedParameter`` back into what it was."""
-    parameter.__class__ = parameter.__dict__.pop("_hetero_class", nn.Parameter)
-    parameter.__dict__.pop("_hetero", None)
+def restore(parameters: Iterable[nn.Parameter]) -> None:
+    """Turns those that are ``OffloadedParameter`` back into what they were."""
+    for parameter in parameters:
+        if type(parameter) is OffloadedParameter:
+            attributes = parameter.__dict__
+            parameter.__class__ = attributes.pop("_hetero_class", nn.Parameter)
+            attributes.pop("_hetero", None)
 
 
 def _detached(tensor: Tensor) -> Tensor:

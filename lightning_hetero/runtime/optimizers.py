@@ -297,18 +297,22 @@ class OptimizerBinding:
 
     def is_new(self, part: Part, param: nn.Parameter) -> bool:
         """Whether the optimizer has no state for the parameter, and the part has an old one."""
-        return part.stepped and not part.fresh and "step" not in self.optimizer.state.get(param, {})
+        return part.has_old_state and "step" not in self.optimizer.state.get(param, {})
+
+    def new_ones(self, part: Part, indices: Iterable[int]) -> list[int]:
+        """Those of a part with old state that are :meth:`is_new`."""
+        state, nothing = self.optimizer.state, dict[str, object]()
+        return [index for index in indices if "step" not in state.get(part.params[index], nothing)]
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Resets state that the optimizer lacks, as after ``state.clear()``."""
         runs: list[tuple[int, int, Tensor]] = []
-        for index in indices:
+        for index in self.new_ones(part, indices) if part.has_old_state else ():
             param = part.params[index]
-            if self.is_new(part, param):
-                for array, name in enumerate(adam.state_names(part.dtype)):
-                    is_master = name == adam.MASTER
-                    start = part.flat(index, param.detach(), torch.float32) if is_master else zero_pages(param.numel())
-                    runs.append((array, index, start))
+            for array, name in enumerate(adam.state_names(part.dtype)):
+                is_master = name == adam.MASTER
+                start = part.flat(index, param.detach(), torch.float32) if is_master else zero_pages(param.numel())
+                runs.append((array, index, start))
         if runs:
             write_state(self._store, part, runs)
 

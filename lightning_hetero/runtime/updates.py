@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.device.gradients import Claim, check_dense
+from lightning_hetero.runtime.device.gradients import Claim, check_dense, grads_of
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
@@ -111,17 +111,16 @@ class Updater:
             UnsupportedError: Names the parameter.
         """
         for part in block.parts:
-            for name, param in zip(part.names, part.params, strict=True):
+            for name, param, grad in zip(part.names, part.params, grads_of(part), strict=True):
                 owner = self.owners.get(id(param))
-                if param.grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
-                    check_dense(name, param.grad)
+                if grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
+                    check_dense(name, grad)
 
     def renews(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether :meth:`prepare` resets state in the store, so that no op on the block may run."""
-        native = binding.rule is Rule.NATIVE
-        return native and any(
-            binding.is_new(part, part.params[index]) for part in block.parts for index in self._indices(part, binding)
-        )
+        if binding.rule is not Rule.NATIVE:
+            return False
+        return any(binding.new_ones(part, self._indices(part, binding)) for part in block.parts if part.has_old_state)
 
     @property
     def has_begun(self) -> bool:
@@ -187,12 +186,19 @@ class Updater:
         blockwise.step(binding.optimizer, params)
 
     def _indices(self, part: Part, binding: OptimizerBinding) -> list[int]:
-        def due(param: nn.Parameter) -> bool:
-            there = param.grad is not None or (self.device is not None and param in self.device.gradients)
-            return there and self.owners.get(id(param)) is binding and id(param) not in self._updated
-
+        """The part's parameters whose update for this optimizer is due, by position."""
+        away = () if self.device is None else self.device.gradients.ids()
         # The engine skips parameters without elements. An optimizer's own code counts their steps.
-        return [i for i, p in enumerate(part.params) if (p.numel() or binding.rule is not Rule.NATIVE) and due(p)]
+        counts_empty = binding.rule is not Rule.NATIVE
+        found = []
+        with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
+            for index, param in enumerate(part.params):
+                key = id(param)
+                if key in self._updated or self.owners.get(key) is not binding:
+                    continue
+                if (key in away or param.grad is not None) and (counts_empty or param.numel()):
+                    found.append(index)
+        return found
 
     def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
         """The gradients, in the parameters' memory order, from the host once they are there."""

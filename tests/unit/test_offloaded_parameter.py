@@ -31,12 +31,12 @@ class FakeRecord:
         self._source = CountingSource(parameter, name)
         if state is ParameterState.RELEASED:
             parameter.data.fill_(float("nan"))
-        offload(parameter, self)
+        offload([parameter], {id(parameter): self})
 
     def wait(self) -> None:
         self.waits += 1
         self.state = ParameterState.RESIDENT
-        restore(self._parameter)
+        restore([self._parameter])
 
     def source(self) -> CountingSource:
         return self._source
@@ -241,7 +241,7 @@ def test_pending_parameter_that_keeps_its_class_runs_on_its_own_memory() -> None
     weight = module.weight
     record.wait()
     record.state = ParameterState.PENDING
-    offload(weight, record)
+    offload([weight], {id(weight): record})
     assert weight.clone().requires_grad
     assert record.waits == 2
 
@@ -262,7 +262,7 @@ def test_toggling_keeps_identity_hooks_and_gradients() -> None:
     FakeRecord(parameter, "w", ParameterState.PENDING)
     loss.backward()
     assert seen == [(OffloadedParameter, True)]
-    restore(parameter)
+    restore([parameter])
     assert type(parameter) is nn.Parameter
     assert vars(parameter) == {}
     (parameter * 3).sum().backward()
@@ -277,7 +277,7 @@ def test_inside_its_block_a_parameter_does_not_pass_through_the_door(monkeypatch
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("the fast path went through _access")
 
-    module.register_forward_pre_hook(lambda m, _: [restore(p) for p in m.parameters()] and None)
+    module.register_forward_pre_hook(lambda m, _: restore(m.parameters()))
     monkeypatch.setattr(OffloadedParameter, "__torch_function__", fail)
     monkeypatch.setattr(offloaded_parameter, "_access", fail)
     module(torch.ones(1, 4)).sum().backward()

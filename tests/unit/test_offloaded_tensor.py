@@ -313,7 +313,7 @@ def test_a_parameter_on_a_device_keeps_it_while_it_is_away() -> None:
     content = matrix()
     record = SimpleNamespace(name="weight", state=ParameterState.RELEASED, source=lambda: source)
     source = CountingSource(content)
-    offload(module.weight, record)
+    offload([module.weight], {id(module.weight): record})
     weight = module.weight
     assert weight.device == weight.detach().device == weight.data.device == ELSEWHERE
     assert torch.equal(module.state_dict()["weight"].cpu(), content)

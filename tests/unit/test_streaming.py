@@ -192,7 +192,7 @@ def test_released_parameters_are_saved_as_parameters(tmp_path: Path) -> None:
     twin.load_state_dict(module.state_dict())
     source = MeteredSource(module.weight.detach().clone())
     module.weight.data.fill_(float("nan"))
-    offload(module.weight, StaticRecord(source))
+    offload([module.weight], {id(module.weight): StaticRecord(source)})
     save([module.weight, module.state_dict(keep_vars=True), module.state_dict()], tmp_path / "ours.ckpt")
     assert source.reads == 1
     torch.save([twin.weight, twin.state_dict(keep_vars=True), twin.state_dict()], tmp_path / "torchs.ckpt")

@@ -18,8 +18,9 @@ of the device's reduction.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from functools import partial
+from itertools import chain
 from threading import Lock
 
 import torch
@@ -69,12 +70,12 @@ class HostGradients:
         """
         arrivals: list[_Arrivals] = []
         for part in block.parts:
-            for name, param in zip(part.names, part.params, strict=True):
-                if param.grad is not None:
-                    check_dense(name, param.grad)
+            grads = grads_of(part)
+            for name, grad in zip(part.names, grads, strict=True):
+                if grad is not None:
+                    check_dense(name, grad)
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
-            for index, param in enumerate(part.params):
-                grad = param.grad
+            for index, (param, grad) in enumerate(zip(part.params, grads, strict=True)):
                 if type(grad) is HostGradient:  # a backward outside the schedule has added to it there
                     continue
                 if grad is not None and grad.numel():  # without elements it stays where clipping counts it
@@ -100,7 +101,7 @@ class HostGradients:
                 held.norm = None
             else:
                 known = None if norm is None or self.norm_type is None else (self.norm_type, norm)
-                held = self._held[id(param)] = Held(part, index, grad.dtype, known)
+                held = self._held[id(param)] = Held(part, index, param, grad.dtype, known)
             arrivals.append((held, _flat(param, grad)))
         return arrivals
 
@@ -144,6 +145,15 @@ class HostGradients:
         """Whether the parameter's gradient has left the device, or is leaving."""
         return id(param) in self._held
 
+    def ids(self) -> KeysView[int]:
+        """The parameters for which that holds, by ``id``."""
+        return self._held.keys()
+
+    def are_left(self, block: Block) -> bool:
+        """Whether the block has gradients on the device that GRAD would take."""
+        grads = chain.from_iterable(map(grads_of, block.parts))
+        return any(grad is not None and type(grad) is not HostGradient and grad.numel() for grad in grads)
+
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """The parameter's gradient in host memory, once its GRAD has ended; ``None`` without one.
 
@@ -158,12 +168,13 @@ class HostGradients:
         ``keep``: they can be read after the update too, until they are dropped.
         """
         held = [h for p in params if (h := self._held.get(id(p))) is not None]
-        for one in held:
-            one.claimed = keep
-            if not keep:
-                del self._held[id(one.param)]
-                if type(one.param.grad) is HostGradient:
-                    one.param.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for one in held:
+                one.claimed = keep
+                if not keep:
+                    del self._held[id(one.param)]
+                    if type(one.param.grad) is HostGradient:
+                        one.param.grad = None
         return Claim(self, held)
 
     def _used(self, held: Iterable[Held], ticket: Ticket | None) -> None:
@@ -215,11 +226,12 @@ class HostGradients:
     def expose(self) -> None:
         """After backward or a verdict: ``param.grad`` shows the gradients on the host."""
         for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
-            if held.param.grad is None:
-                held.param.grad = HostGradient(
-                    GradientSource(held, self.wait), stride=held.param.stride(), device=held.param.device
-                )
-                held.exposed = True
+            with torch._C.DisableTorchFunctionSubclass():
+                param = held.param
+                if param.grad is None:
+                    source = GradientSource(held, self.wait)
+                    param.grad = HostGradient(source, stride=param.stride(), device=param.device)
+                    held.exposed = True
 
     @torch.no_grad()
     def conceal(self) -> None:
@@ -230,7 +242,8 @@ class HostGradients:
         """
         for held in [h for h in list(self._held.values()) if h.exposed]:
             held.exposed = False
-            grad, held.param.grad = held.param.grad, None
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, held.param.grad = held.param.grad, None
             if grad is None:
                 self._drop(held)
             elif type(grad) is not HostGradient:
@@ -301,6 +314,12 @@ def check_dense(name: str, grad: Tensor) -> None:
             f"the gradient of {name!r} is {grad.layout}; only dense gradients can be updated out of core. Build the layer with "
             f"sparse=False."
         )
+
+
+def grads_of(part: Part) -> list[Tensor | None]:
+    """The gradients of a part's parameters; for handles without a call of Python each."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [param.grad for param in part.params]
 
 
 def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:

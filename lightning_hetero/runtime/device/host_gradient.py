@@ -33,6 +33,7 @@ class Held:
 
     part: Part
     index: int  # the parameter's position in it
+    param: nn.Parameter
     dtype: torch.dtype
     # Its order and its norm, computed on the device; ``None`` once the gradient changes.
     norm: tuple[float, Tensor] | None = None
@@ -40,11 +41,6 @@ class Held:
     exposed: bool = False  # ``param.grad`` has shown it since the last backward
     claimed: bool = False  # an update that keeps it has been issued, but does not have it yet
     dropped: bool = False  # it was dropped meanwhile, so that its memory belongs to that update
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The parameter."""
-        return self.part.params[self.index]
 
     def value(self) -> Tensor:
         """The gradient in host memory."""

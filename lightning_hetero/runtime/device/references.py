@@ -8,7 +8,7 @@ and saves a :class:`WeightRef` instead.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,35 +27,48 @@ class BoundWeights:
 
     def __init__(self, device: torch.device, memory: Callable[[Part, int], Tensor]) -> None:
         self._device, self._memory = device, memory
-        self._rows: list[tuple[int, int, Part]] = []  # first address, length, part; sorted
+        self._begins: list[int] = []  # the first addresses of runs, sorted
+        self._runs: list[tuple[int, Part]] = []  # their lengths and parts, in the same order
+        self._references: dict[int, WeightRef] = {}  # the latest one by the address of its tensor
 
     def add(self, part: Part, memory: Tensor) -> None:
         """The part's parameters are views of this run."""
-        insort(self._rows, (memory.data_ptr(), memory.numel(), part), key=lambda row: row[0])
+        if memory.numel():
+            begin = memory.data_ptr()
+            place = bisect_right(self._begins, begin)
+            self._begins.insert(place, begin)
+            self._runs.insert(place, (memory.numel(), part))
 
-    def remove(self, part: Part) -> None:
-        """The part's memory may be reused."""
-        self._rows = [row for row in self._rows if row[2] is not part]
+    def remove(self, memory: Tensor) -> None:
+        """The run may be reused."""
+        if memory.numel():
+            place = bisect_left(self._begins, memory.data_ptr())
+            del self._begins[place], self._runs[place]
+            self._references.clear()
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
         """A reference to a tensor in bound memory, see [Note: Saved weights]; else ``None``."""
-        if tensor.layout is not torch.strided or tensor.device != self._device or not self._rows or not tensor.numel():
+        if tensor.layout is not torch.strided or tensor.device != self._device or not self._begins or not tensor.numel():
             return None
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # tensors without memory: wrappers, fake tensors
             return None
-        row = bisect_right(self._rows, address, key=lambda r: r[0]) - 1
-        if row < 0 or address >= self._rows[row][0] + self._rows[row][1]:
+        place = bisect_right(self._begins, address) - 1
+        if place < 0 or address >= self._begins[place] + self._runs[place][0]:
             return None
-        begin, _, part = self._rows[row]
+        known = self._references.get(address)
+        if known is not None and known.is_of(tensor):
+            return known
+        begin, part = self._begins[place], self._runs[place][1]
         index = bisect_right(part.offsets, (address - begin) // part.dtype.itemsize) - 1
         start = begin + part.offsets[index] * part.dtype.itemsize
-        return WeightRef(
+        found = self._references[address] = WeightRef(
             memory=self._memory, part=part, index=index, dtype=tensor.dtype, offset=(address - start) // tensor.dtype.itemsize,
             size=tensor.size(), stride=tensor.stride(), conjugate=tensor.is_conj(), negative=tensor.is_neg(),
             version=part.params[index]._version,
         )  # fmt: skip
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,12 @@ class WeightRef:
         """The parameter."""
         return self.part.params[self.index]
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it refers to a tensor at the same address, which is no other view."""
+        same = self.size == tensor.size() and self.stride == tensor.stride() and self.dtype is tensor.dtype
+        lazy = tensor.is_conj() is self.conjugate and tensor.is_neg() is self.negative
+        return same and lazy and self.part.params[self.index]._version == self.version
+
     def view(self) -> Tensor:
         """The view, in the memory that is bound now.
 
@@ -85,10 +104,11 @@ class WeightRef:
             OffloadedAccessError: The block's weights are not on the device.
             RuntimeError: The parameter was changed in place since, as autograd itself would raise.
         """
-        if self.param._version != self.version:
+        version = self.part.params[self.index]._version
+        if version != self.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.part.names[self.index]!r} is at version {self.param._version}; expected version {self.version} instead. "
+                f"{self.part.names[self.index]!r} is at version {version}; expected version {self.version} instead. "
                 f"Change weights after backward, and compute a new graph after optimizer.step()."
             )
         run = self.memory(self.part, self.index).view(self.dtype)

@@ -22,7 +22,7 @@ from torch.utils import dlpack
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
-from lightning_hetero.runtime.device.references import BoundWeights, WeightRef, absent
+from lightning_hetero.runtime.device.references import BoundWeights, absent
 from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.live.blocks import Block, Moved, Part
 from lightning_hetero.store.live.geometry import own_versions, versions
@@ -50,6 +50,7 @@ class DeviceWeights:
         self._lanes = lanes
         self._copies: dict[Part, _Copy] = {}
         self._bound = BoundWeights(lanes.device, self.bytes_from)
+        self.reference = self._bound.reference  # what autograd saves for a tensor in open weights
 
     # ---- a session's begin and end ---------------------------------------------------------------
 
@@ -240,10 +241,6 @@ class DeviceWeights:
         else:
             copy.outdated = copy.written = True
 
-    def reference(self, tensor: Tensor) -> WeightRef | None:
-        """A reference to a tensor in the memory of open weights; else ``None``."""
-        return self._bound.reference(tensor)
-
     def newest_flat(self, part: Part) -> Tensor:
         """The part's newest weights as one run of its dtype, on the device or on the host."""
         copy = self._copies.get(part)
@@ -283,7 +280,7 @@ class DeviceWeights:
     def _unbind(self, part: Part) -> None:
         copy = self._copies.get(part)
         if copy is not None and copy.bound:
-            self._bound.remove(part)
+            self._bound.remove(copy.memory)
             copy.bound = False
 
     def _reclaim(self, part: Part) -> None:

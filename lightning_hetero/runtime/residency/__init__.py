@@ -27,7 +27,7 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.runtime.lanes import Event
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
+from lightning_hetero.runtime.offloaded_parameter import ParameterState, offload, restore
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
@@ -247,9 +247,7 @@ class Parameters:
             for part in block.parts:
                 self.free(part)
         block.uses += 1
-        for param in block.params():
-            if type(param) is OffloadedParameter:
-                restore(param)
+        restore(block.params())
         if block.uses == 1:
             for part in block.parts:
                 part.versions = versions(part)
@@ -276,9 +274,7 @@ class Parameters:
 
     def hide(self, block: Block) -> None:
         """Makes the block's parameters handles."""
-        for param in block.params():
-            if type(param) is not OffloadedParameter:
-                offload(param, self._access[id(param)])
+        offload(block.params(), self._access)
 
     def guard(self, block: Block) -> None:
         """Makes parameters handles whose memory is being written to the disk."""
@@ -294,9 +290,7 @@ class Parameters:
     def restore(self, part: Part) -> None:
         """Makes parameters that live in memory ordinary tensors again."""
         if not self.owner.is_released(part.block):
-            for param in part.params:
-                if type(param) is OffloadedParameter:
-                    restore(param)
+            restore(part.params)
 
 
 def _renorms(module: nn.Module) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -23,6 +25,8 @@ from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, aligned_elements, is_dense
 from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
+
+_PARAMS = attrgetter("params")
 
 
 def lost(name: str) -> OffloadedAccessError:
@@ -162,6 +166,11 @@ class Part:
         return self.native
 
     @property
+    def has_old_state(self) -> bool:
+        """Whether the state is neither zeros nor what an optimizer begins with."""
+        return self.stepped and not self.fresh
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weight memory, whole pages."""
         return round_up(self.num_elements * self.dtype.itemsize, PAGE)
@@ -238,8 +247,7 @@ class Block:
 
     def params(self) -> Iterator[nn.Parameter]:
         """All parameters of the block."""
-        for part in self.parts:
-            yield from part.params
+        return chain.from_iterable(map(_PARAMS, self.parts))
 
 
 def bind(
