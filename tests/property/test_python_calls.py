@@ -59,11 +59,11 @@ def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: 
 @pytest.mark.parametrize(
     ("plan", "device", "recipe", "most"),
     [
-        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 3428),
-        (ON_DISK, None, {}, 4197),
-        (ON_DISK, None, {"clip": 0.3}, 5130),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 6650),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 9068),
+        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2600),
+        (ON_DISK, None, {}, 3150),
+        (ON_DISK, None, {"clip": 0.3}, 3900),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 5300),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 6850),
     ],
     ids=["host", "disk", "disk-clip", "device", "device-clip"],
 )
