@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -16,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support.models import LitModel, Recipe, data, quiet_trainer
+from support.scripts import output_of, result_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +24,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
 MIB = 2**20
 BUDGET = 96 * MIB
-WIDTH, LAYERS, WORDS, TOKENS = 512, 20, 4096, 16
+WIDTH, LAYERS, WORDS, TOKENS = 512, 16, 4096, 16
 
 # What comes on top of the budget, by reason (all float32):
 ACTIVATIONS = 4 * TOKENS * (LAYERS * (5 * WIDTH + 2 * 4 * WIDTH) + 4 * WORDS)  # saved for backward, and their gradients
@@ -103,15 +103,8 @@ def main(phase: str, folder: str) -> None:
 
 
 def child(phase: str, folder: Path) -> dict[str, int]:
-    tests = Path(__file__).parents[1]
-    given = filter(None, [os.environ.get("PYTHONPATH")])
-    paths = os.pathsep.join([str(tests), str(tests.parent / "benchmarks"), *given])  # not all that a test may have added
-    done = subprocess.run(
-        [sys.executable, __file__, phase, str(folder)], capture_output=True, text=True, timeout=420,
-        env={**os.environ, "PYTHONPATH": paths, "LIGHTNING_HETERO_POISON": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    peaks: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    env = {**os.environ, "LIGHTNING_HETERO_POISON": ""}
+    peaks: dict[str, int] = result_of(output_of(Path(__file__), phase, folder, cwd=folder, env=env))
     return peaks
 
 
@@ -120,7 +113,7 @@ def test_a_model_larger_than_its_budget_is_saved_and_loaded_by_local_first_withi
     """Ordinary checkpoints are in test_memory_phases.py."""
     allowed = BUDGET + MARGIN + ONE_BLOCK + ONE_READ
     saving = child("save", tmp_path)
-    assert saving["parameters"] * 16 > 3 * (BUDGET + MARGIN)  # weights, gradients and state
+    assert saving["parameters"] * 12 > 1.3 * allowed, "its weights and state would fit as a whole"
     assert saving["step"] == 2
     assert saving["fit"] - saving["before"] < allowed, saving
     assert not list(tmp_path.glob("lightning-hetero-*"))
