@@ -309,7 +309,7 @@ class Checkpoints:
                 "store, which has the last step that was kept.", missing,
             )  # fmt: skip
         self._links = []
-        self.base.look(session)
+        self.base.ends(session)
         self.resumed = None
         self.opened.close()
 

@@ -7,18 +7,22 @@ values. So it has frozen parameters that were trained or written before, those t
 at random on the meta device, and adapters that are frozen for now.
 
 [Note: Which base it is]
-A checkpoint names what it leaves out, with shapes and a sample of the values: at most 64 elements
-of each parameter, in runs over its whole length. A model that loads the checkpoint must have the
-same there. So another base is found wherever its weights come from, and files may be moved or
-divided anew. Values are compared in the narrower dtype of the two.
+A checkpoint names what it leaves out, with shapes, a digest of all values, and a sample of them: at
+most 64 elements of each parameter, in runs over its whole length. A model that loads the checkpoint
+must have the same there. So another base is found wherever its weights come from, and files may be
+moved or divided anew. The sample is compared first, because that is quick. The digest takes one
+read of the whole base, which is half of what a step over weights on disk reads; a fit computes it
+once. Values are compared in the narrower dtype of the two. If the model's is the narrower one, only
+the sample can be compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, TypeGuard
+from typing import NotRequired, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +36,14 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Part, parts_of
 from lightning_hetero.store.partition import is_dense
+from lightning_hetero.store.raw_memory import memory_of
 
 KEY = "excluded_parameters"  # of a checkpoint
 
 _RUNS, _LENGTH = 8, 8  # of a sample
+_PIECE = 1 << 22  # elements that are read at once for a digest
+
+_Reader = Callable[[Sequence[int], int], Tensor]  # runs of a parameter, by first elements and one length
 
 
 class Excluded(TypedDict):
@@ -44,11 +52,14 @@ class Excluded(TypedDict):
     Attributes:
         shape: Its shape.
         sample: Some of its elements, see [Note: Which base it is].
+        digest: SHA-256 of all of them, in memory order and in the sample's dtype, in hexadecimal
+            digits. The first files lack it.
         quantization: A digest of a quantized weight's scales; empty for others.
     """
 
     shape: list[int]
     sample: Tensor
+    digest: NotRequired[str]
     quantization: str
 
 
@@ -59,6 +70,7 @@ class FrozenBase:
         self._module = weakref.ref(module)
         self._unset: frozenset[str] = frozenset()  # on the meta device, and in no file
         self._samples: dict[str, Tensor] | None = None
+        self._digests: dict[str, str] = {}  # of this fit
         self._versions: dict[str, int] = {}
 
     def is_of(self, module: nn.Module) -> bool:
@@ -85,11 +97,16 @@ class FrozenBase:
         for name, param in self._named():
             value = state.get(name)
             if name in samples and isinstance(value, Tensor) and not _equal(materialize(value), materialize(param.detach())):
-                del samples[name]
+                self._changed(name)
         yield
         self._versions = {name: param._version for name, param in self._named()}
         for part in _parts(session):
             part.rewritten = False
+
+    def ends(self, session: Session | None) -> None:
+        """The fit or the evaluation is over: until the next one, nothing tells what code writes."""
+        self.look(session)
+        self._digests.clear()
 
     def begins(self, session: Session, *, resumed: bool) -> None:
         """The session has placed the model. ``resumed``: with the weights of a store."""
@@ -104,18 +121,23 @@ class FrozenBase:
         if self._samples:
             changed = [name for name, param in self._named() if self._versions.get(name, param._version) != param._version]
             for name in changed:
-                self._samples.pop(name, None)
+                self._changed(name)
 
     def excluded(self, session: Session | None) -> dict[str, Excluded]:
         """The parameters that a checkpoint leaves out now, by name."""
         self.look(session)
         samples = self._samples or {}
         frozen = {name: param for name, param in self._named() if name in samples and not param.requires_grad}
-        same = {name: param.shape for name, param in frozen.items() if _equal(samples[name], _sample(param))}
+        same = {name: param for name, param in frozen.items() if _equal(samples[name], _sample(param))}
         scales = quantized.digests(self._root)
         return {
-            name: {"shape": list(shape), "sample": samples[name], "quantization": scales.get(name, "")}
-            for name, shape in same.items()
+            name: {
+                "shape": list(param.shape),
+                "sample": samples[name],
+                "digest": self._digest(name, param),
+                "quantization": scales.get(name, ""),
+            }
+            for name, param in same.items()
         }
 
     def check(self, excluded: Mapping[str, Excluded]) -> None:
@@ -146,8 +168,16 @@ class FrozenBase:
             for name, row in excluded.items()
             if not _equal(row["sample"], _sample(params[name])) or row["quantization"] != scales.get(name, "")
         ]
+        different = different or [name for name, row in excluded.items() if not self._has_all(row, name, params[name])]
         if different:
             raise ConfigError(f"{left_out}; other values than when it was saved: {_some(different)}. {remedy}")
+
+    def _has_all(self, row: Excluded, name: str, param: nn.Parameter) -> bool:
+        """Whether all values of a parameter are those that a checkpoint says it leaves out."""
+        saved, dtype = row.get("digest", ""), row["sample"].dtype
+        if not saved or dtype.itemsize > param.dtype.itemsize:
+            return True
+        return saved == (self._digest(name, param) if dtype == param.dtype else _digest(param, dtype))
 
     @property
     def _root(self) -> nn.Module:
@@ -164,7 +194,17 @@ class FrozenBase:
         if not written:
             return
         for name in [name for name, param in self._named() if id(param) in written]:
-            (self._samples or {}).pop(name, None)
+            self._changed(name)
+
+    def _changed(self, name: str) -> None:
+        """A parameter no longer has the base's values."""
+        (self._samples or {}).pop(name, None)
+        self._digests.pop(name, None)
+
+    def _digest(self, name: str, param: nn.Parameter) -> str:
+        if name not in self._digests:
+            self._digests[name] = _digest(param, param.dtype)
+        return self._digests[name]
 
 
 def without(state: Mapping[str, Tensor], excluded: Collection[str]) -> dict[str, Tensor]:
@@ -217,15 +257,29 @@ def _names(key: str) -> set[str]:
 
 def _sample(param: nn.Parameter) -> Tensor:
     """Some elements in memory order, on the CPU."""
+    numel = param.numel()
+    length, runs = (_LENGTH, _RUNS) if numel > _LENGTH * _RUNS else (numel, 1)
+    return _reader(param)([(numel - length) * run // max(runs - 1, 1) for run in range(runs)], length)
+
+
+def _digest(param: nn.Parameter, dtype: torch.dtype) -> str:
+    """Of all elements in memory order, converted to a dtype. Takes the memory of a piece."""
+    digest, read, numel = hashlib.sha256(), _reader(param), param.numel()
+    for first in range(0, numel, _PIECE):
+        piece = read([first], min(_PIECE, numel - first)).to(dtype)
+        digest.update(memory_of(piece))
+    return digest.hexdigest()
+
+
+def _reader(param: nn.Parameter) -> _Reader:
+    """Reads runs of elements in memory order, joined, on the CPU."""
     numel, value = param.numel(), param.detach()
     if not is_dense(value):
         value = value.contiguous()
-    length, runs = (_LENGTH, _RUNS) if numel > _LENGTH * _RUNS else (numel, 1)
-    firsts = [(numel - length) * run // max(runs - 1, 1) for run in range(runs)]
     if isinstance(value, OffloadedTensor) and numel and isinstance(value.source, WeightSource):
-        return value.source.sample(firsts, length)
+        return value.source.sample
     flat = value.as_strided((numel,), (1,))
-    return torch.cat([flat[first : first + length] for first in firsts]).cpu()
+    return lambda firsts, length: torch.cat([flat[first : first + length] for first in firsts]).cpu()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -110,6 +110,70 @@ def test_another_base_is_refused_by_name(plan: str, tmp_path: Path) -> None:
         )
 
 
+def edited() -> Frozen:
+    """Another base: one element differs that no sample has."""
+    module = Frozen()
+    with torch.no_grad():
+        write_in_place(module.model.blocks[1].up.weight)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["resident", "host", "disk", "device"])
+def test_a_base_with_one_other_value_is_refused_by_name(kind: str, expected: Outcome, tmp_path: Path) -> None:
+    def make() -> Any:
+        return excluding(device=EmulatedDevice(memory="4MiB")) if kind == "device" else excluding(kind)
+
+    path = saved(tmp_path, make())
+    with pytest.raises(ConfigError, match=r"other values than when it was saved: 'model.blocks.1.up.weight'\. Give"):
+        fit(edited(), make(), tmp_path, ckpt_path=path)
+    with pytest.raises(ConfigError, match=r"other values than when it was saved: 'model.blocks.1.up.weight'\. Give"):
+        quiet_trainer(strategy=make(), default_root_dir=tmp_path).validate(edited(), data(1), ckpt_path=str(path), verbose=False)
+    # A checkpoint of the run that goes on says the same about its base, which was read once for both.
+    trainer = fit(Frozen(), make(), tmp_path, ckpt_path=path)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    first, later = (read(found)["excluded_parameters"] for found in (path, tmp_path / "later.ckpt"))
+    assert {name: row["digest"] for name, row in first.items()} == {name: row["digest"] for name, row in later.items()}
+
+
+def test_a_weight_that_is_written_between_two_fits_is_not_taken_for_the_first_one(tmp_path: Path) -> None:
+    """Plain memory may be written through ``data`` then, of which no version counter tells."""
+    module, weight = Frozen(), "model.blocks.1.up.weight"
+    saved(tmp_path, excluding(), module)
+    module.get_parameter(weight).data[0, 9] += 1
+    fit(module, excluding(), tmp_path, steps=1).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(ConfigError, match=weight):
+        fit(Frozen(), excluding(), tmp_path, ckpt_path=tmp_path / "x.ckpt")
+    fit(edited(), excluding(), tmp_path, ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_a_file_without_digests_is_compared_by_samples(expected: Outcome, tmp_path: Path) -> None:
+    """As the first files of this kind were written."""
+    path = saved(tmp_path, excluding())
+    checkpoint = read(path)
+    for row in checkpoint["excluded_parameters"].values():
+        del row["digest"]
+    torch.save(checkpoint, path)
+    assert_same(result(Frozen(), excluding(), tmp_path, ckpt_path=path), expected)
+
+
+@pytest.mark.parametrize("saved_as", [torch.float32, torch.float64])
+def test_all_values_are_compared_in_the_narrower_dtype(saved_as: torch.dtype, tmp_path: Path) -> None:
+    """A wider model with the same values is the same base; so is a narrower one, by its sample."""
+    here = torch.float64 if saved_as == torch.float32 else torch.float32
+    path = tmp_path / "x.ckpt"
+    fit(Frozen().to(saved_as), excluding(), tmp_path, steps=1, precision=precision(saved_as)).save_checkpoint(path)
+    evaluate = partial(pl.Trainer.validate, dataloaders=data(1), ckpt_path=str(path), verbose=False)
+    quiet = partial(quiet_trainer, default_root_dir=tmp_path, precision=precision(here))
+    evaluate(quiet(strategy=excluding()), Frozen().to(here))
+    if here == torch.float64:
+        with pytest.raises(ConfigError, match=r"model\.blocks\.1\.up\.weight"):
+            evaluate(quiet(strategy=excluding()), edited().to(here))
+
+
+def precision(dtype: torch.dtype) -> Any:
+    return {torch.float32: "32-true", torch.float64: "64-true"}[dtype]
+
+
 def test_a_strategy_without_the_option_loads_them_too_and_saves_everything(expected: Outcome, tmp_path: Path) -> None:
     path, module = saved(tmp_path, excluding()), Frozen()
     trainer = fit(module, HeteroOffloadStrategy("disk"), tmp_path, ckpt_path=path)
