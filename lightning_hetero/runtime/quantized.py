@@ -154,7 +154,8 @@ def digests(root: nn.Module) -> dict[str, str]:
         if tensors:
             content = hashlib.sha256()
             for value in tensors:
-                content.update(str(value.dtype).encode() + memory_of(value.detach().cpu().contiguous()))
+                held = value.detach().cpu().contiguous()  # a copy lives as long as its name
+                content.update(str(value.dtype).encode() + memory_of(held))
             found[f"{prefix}.weight" if prefix else "weight"] = content.hexdigest()
     return found
 
