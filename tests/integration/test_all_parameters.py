@@ -55,6 +55,23 @@ def test_frozen_members_cost_nothing(plan: Any, kept: bool, recipe: Recipe, tmp_
     assert ours.num_bytes == theirs.num_bytes
 
 
+@pytest.mark.parametrize("plan", ["resident", "host", "disk", on_device], ids=["resident", "host", "disk", "device"])
+def test_a_run_that_begins_from_the_checkpoint_of_its_last_step_ends_as_it_began(plan: Any, tmp_path: Path) -> None:
+    """State that frozen members have gives their files a second slot, and no step follows that writes it."""
+    first = All(recipe := replace(RECIPE, steps=3))
+    trainer = quiet_trainer(max_steps=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=[Flips(at=(1, 2))])
+    trainer.fit(first, data(BATCHES))
+    trainer.save_checkpoint(path := tmp_path / "x.ckpt")
+    module = All(recipe)
+    strategy = offload(plan, tmp_path / "store")
+    trainer = quiet_trainer(
+        strategy=strategy, max_steps=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=[Flips(at=(1, 2))]
+    )
+    trainer.fit(module, data(BATCHES), ckpt_path=str(path))
+    assert not module.losses
+    assert all(torch.equal(*pair) for pair in zip(module.parameters(), first.parameters(), strict=True))
+
+
 class FlipsInStep(All):
     """Sets a frozen block free where its own code likes."""
 

@@ -124,8 +124,8 @@ class BlockFiles:
 
     def close(self, *, remove: bool | None = None) -> None:
         """Closes all. ``remove``: removes the files; ``None``: if they are temporary."""
-        for native in [*self._replaced, *self._leaving]:
-            native.close()
+        for native in [*self._natives.values(), *self._replaced, *self._leaving]:
+            native.close()  # also those that wait for a record that does not come
         self._natives.clear()
         if self._disk is not None:
             self._disk.store.close()
