@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store
+from lightning_hetero.convert.merging import Adapter, merged, merged_layers, of_folder, of_model, of_store
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
@@ -78,7 +78,7 @@ def export_weights(
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
-            tensors = merged(tensors, adapter)
+            tensors = merged(tensors, adapter, ties_known=_says_ties(source))
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
@@ -130,7 +130,25 @@ def import_weights(
     return _named(path)
 
 
+def _says_ties(source: nn.Module | str | os.PathLike[str]) -> bool:
+    """Whether all names of tied weights are known, or no embedding is tied to the head."""
+    if isinstance(source, nn.Module):
+        return True
+    path = Place.of(source)
+    if not path.is_dir():
+        return path.suffix != ".safetensors"
+    if not (path / "config.json").is_file():
+        return False
+    with (path / "config.json").open() as file:
+        return b'"tie_word_embeddings": false' in file.read()
+
+
 def _adapter(source: nn.Module | str | os.PathLike[str], merge: str | os.PathLike[str] | bool) -> Adapter:
+    if isinstance(source, nn.Module) and not isinstance(merge, bool) and merged_layers(source):
+        raise UnsupportedError(
+            f"the layers of the model have the adapter {', '.join(map(repr, sorted(merged_layers(source))))} merged. Call its "
+            f"unmerge_adapter() first, or pass merge=True."
+        )
     if not isinstance(merge, bool):
         where = merge
     elif isinstance(source, nn.Module):
@@ -210,14 +228,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Any:
 
 
 def _of_state(state: Mapping[str, Any], *, mapped: bool = False) -> Iterator[TensorToWrite]:
-    seen: set[Any] = set()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            continue  # a module's extra state
+    names: dict[Any, list[str]] = {}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}  # else a module's extra state
+    for name, value in tensors.items():
         identity = (value.data_ptr(), value.shape, value.stride(), value.dtype) if mapped else id(value)
-        if identity not in seen or not value.numel():
-            seen.add(identity)
-            yield TensorToWrite(name, value.dtype, value.shape, _Reader(value, mapped))
+        names.setdefault(identity if value.numel() else name, []).append(name)
+    for name, *ties in names.values():
+        value = tensors[name]
+        yield TensorToWrite(name, value.dtype, value.shape, _Reader(value, mapped), tuple(ties))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +268,11 @@ def _of_store(store: StoreFiles) -> Iterator[TensorToWrite]:
 def _below(tensors: list[TensorToWrite], module: str) -> list[TensorToWrite]:
     if not module:
         return tensors
-    found = [replace(t, name=t.name.removeprefix(f"{module}.")) for t in tensors if t.name.startswith(f"{module}.")]
+    found = []
+    for tensor in tensors:
+        below = [name.removeprefix(f"{module}.") for name in (tensor.name, *tensor.ties) if name.startswith(f"{module}.")]
+        if below:
+            found.append(replace(tensor, name=below[0], ties=tuple(below[1:])))
     if not found:
         names = ", ".join(sorted({t.name.partition(".")[0] for t in tensors})[:8])
         raise ConfigError(f"module={module!r}: no weights begin with it; they begin with {names}. Name one of the modules.")

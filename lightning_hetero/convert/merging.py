@@ -27,6 +27,7 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "ia3_l")
 _KINDS = {"LORA": "lora_", "IA3": "ia3_"}  # PEFT's types that can be merged here, and how their tensors are named
+_KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")  # init_lora_weights that do not change the base weights
 _WRAPPER = "base_model.model."  # where a wrapped model is in a PeftModel
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -46,12 +47,14 @@ class Adapter:
         name: Its name in the model; empty if a folder has it.
         tensors: Those of a folder, by their names in the model that was wrapped.
         where: Its folder, or the name, for messages.
+        in_layers: Whether ``merge_adapter()`` has merged it into the layers of the model.
     """
 
     config: _Config
     name: str
     tensors: Mapping[str, TensorToWrite]
     where: str
+    in_layers: bool = False
 
 
 def of_folder(folder: str | os.PathLike[str]) -> Adapter:
@@ -115,22 +118,36 @@ def of_model(root: nn.Module) -> Adapter:
                 raise UnsupportedError(
                     f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
                 )
-            return Adapter(_checked(configs[wanted[0]], wanted[0]), wanted[0], {}, repr(wanted[0]))
+            name, done = wanted[0], merged_layers(root)
+            if done and done != {name: True}:
+                raise UnsupportedError(
+                    f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
+                    f"exactly {name!r}. Call unmerge_adapter() first."
+                )
+            return Adapter(_checked(configs[name], name), name, {}, repr(name), in_layers=bool(done))
     raise ConfigError("the model has no adapters of PEFT to merge. Leave merge out.")
 
 
-def merged(tensors: Sequence[TensorToWrite], adapter: Adapter) -> list[TensorToWrite]:
+def merged_layers(root: nn.Module) -> dict[str, bool]:
+    """The adapters that ``merge_adapter()`` has merged, each with whether all layers have it."""
+    layers = (module for module in root.modules() if "base_layer" in module._modules)
+    found: list[list[str]] = [getattr(layer, "merged_adapters", []) for layer in layers]
+    return {name: all(name in layer for layer in found) for layer in found for name in layer}
+
+
+def merged(tensors: Sequence[TensorToWrite], adapter: Adapter, *, ties_known: bool = True) -> list[TensorToWrite]:
     """The weights of a model with an adapter merged into them; names are those without PEFT.
 
     Args:
         tensors: Those of the model, wrapped by PEFT or not.
         adapter: The adapter.
+        ties_known: Whether the tensors say which weights are tied to others.
 
     Raises:
         ConfigError: An adapter has no tensors, or its layers are not in the model.
         UnsupportedError: A layer is of a kind that cannot be merged here.
     """
-    source = _Source(tensors)
+    source = _Source(tensors, ties_known=ties_known)
     source.apply(adapter, _chosen(source, adapter))
     return source.base()
 
@@ -138,24 +155,21 @@ def merged(tensors: Sequence[TensorToWrite], adapter: Adapter) -> list[TensorToW
 class _Source:
     """The tensors of a model, divided into those of the base and those of adapters."""
 
-    def __init__(self, tensors: Sequence[TensorToWrite]) -> None:
+    def __init__(self, tensors: Sequence[TensorToWrite], *, ties_known: bool) -> None:
         self._base: dict[str, TensorToWrite] = {}
+        self._ties: dict[str, str] = {}  # further names of weights of the base
+        self._ties_known = ties_known
         self.adapters: dict[str, dict[str, TensorToWrite]] = {}  # by adapter, then by name without it
-        saved: list[tuple[str, str, TensorToWrite]] = []
         for tensor in tensors:
-            parts = tensor.name.replace(_WRAPPER, "", 1).split(".")
-            kind = next((i for i, part in enumerate(parts) if part in _CONTAINERS or part.startswith(tuple(_KINDS.values()))), None)
-            if kind is not None and kind + 1 < len(parts):
-                adapter, name = parts[kind + 1], ".".join([*parts[: kind + 1], *parts[kind + 2 :]])
-                self.adapters.setdefault(adapter, {})[name] = tensor
-            elif "modules_to_save" in parts:
-                at = parts.index("modules_to_save")
-                saved.append((parts[at + 1], ".".join([*parts[:at], *parts[at + 2 :]]), tensor))
-            else:
-                name = ".".join(part for part in parts if part not in ("base_layer", "original_module"))
-                self._base[name] = replace(tensor, name=name)
-        for adapter, name, tensor in saved:
-            self.adapters.setdefault(adapter, {})[name] = tensor
+            first = ""
+            for full in (tensor.name, *tensor.ties):
+                adapter, name = _owner(full)
+                if adapter:
+                    self.adapters.setdefault(adapter, {})[name] = tensor
+                elif first:
+                    self._ties[name] = first
+                else:
+                    self._base[name], first = replace(tensor, name=name), name
 
     def base(self) -> list[TensorToWrite]:
         """The weights as they are now."""
@@ -163,30 +177,51 @@ class _Source:
 
     def apply(self, adapter: Adapter, tensors: Mapping[str, TensorToWrite]) -> None:
         """Merges one adapter."""
+        rows = [(*_cut(name), name, tensor) for name, tensor in tensors.items()]
+        for _, kind, _, name, tensor in rows:
+            if not kind:
+                self._copy(adapter, name.replace(".base_layer.", "."), tensor)
+        weights = [known.removesuffix(".weight") for known in self._base if known.endswith(".weight")]
         layers: dict[str, dict[str, TensorToWrite]] = {}
-        for name, tensor in tensors.items():
-            layer, kind, rest = _cut(name)
-            if kind:
+        for layer, kind, rest, _, tensor in rows:
+            if kind and not adapter.in_layers:
                 if kind == "lora_magnitude_vector":
                     rest = ".weight"  # which PEFT leaves out in files
-                layers.setdefault(self._named(layer), {})[f"{kind}{rest}"] = tensor
-                continue
-            target = self._named(name.replace(".base_layer.", ".").removesuffix(".base_layer"), exact=True)
-            if (shape := self._base[target].shape) != tensor.shape:
-                raise ConfigError(
-                    f"adapter {adapter.where} has {target!r} of shape {tuple(tensor.shape)}, the model {tuple(shape)}. Give the "
-                    f"model that it was trained for."
-                )
-            self._base[target] = replace(tensor, name=target)
+                layers.setdefault(self._named(layer, weights), {})[f"{kind}{rest}"] = tensor
         for layer, made in _layers(adapter, layers, self._base, casts=tensors is adapter.tensors).items():
             for key in ("weight", "bias"):
                 if (old := self._base.get(f"{layer}.{key}")) is not None:
                     self._base[old.name] = replace(old, read=partial(made.read, key))
 
-    def _named(self, name: str, *, exact: bool = False) -> str:
-        """The name in the model of a layer or tensor that an adapter names."""
-        ends = [known if exact else known.removesuffix(".weight") for known in self._base if exact or known.endswith(".weight")]
-        found = [known for known in ends if known == name or known.endswith(f".{name}")]
+    def _copy(self, adapter: Adapter, name: str, tensor: TensorToWrite) -> None:
+        """Takes a weight that the adapter has whole.
+
+        One of ``modules_to_save`` is no longer tied to others, which keep the base's. Others are
+        base weights that PEFT has saved with the adapter.
+        """
+        target = self._named(name, [*self._base, *self._ties])
+        old = self._base[self._ties.get(target, target)]
+        if old.shape != tensor.shape:
+            raise ConfigError(
+                f"adapter {adapter.where} has {target!r} of shape {tuple(tensor.shape)}, the model {tuple(old.shape)}. Give the "
+                f"model that it was trained for."
+            )
+        if not _is_saved(adapter.config, name):
+            self._base[old.name] = replace(tensor, name=old.name)
+            return
+        if not self._ties_known and _embeds(target) and sum(one.shape == old.shape for one in self._base.values()) == 1:
+            raise UnsupportedError(
+                f"adapter {adapter.where} has its own {target!r}, and these weights do not say whether the model's head is tied to "
+                f"the base's. Give a checkpoint of the run, or merge in memory, with merge_and_unload()."
+            )
+        for tied in [tied for tied, first in self._ties.items() if target in (tied, first)]:
+            del self._ties[tied]
+            self._base[tied] = replace(old, name=tied)
+        self._base[target] = replace(tensor, name=target)
+
+    def _named(self, name: str, names: Sequence[str]) -> str:
+        """Which of the model's names an adapter means."""
+        found = [known for known in names if known == name or known.endswith(f".{name}")]
         if name in found:
             return name
         if len(found) != 1:
@@ -240,6 +275,8 @@ def _layers(
     adapter: Adapter, found: Mapping[str, dict[str, TensorToWrite]], base: Mapping[str, TensorToWrite], *, casts: bool
 ) -> dict[str, _Layer]:
     """PEFT's layers, by name."""
+    if not found:
+        return {}
     name = adapter.name or "default"
     tree = nn.Module()
     for layer, tensors in found.items():
@@ -258,6 +295,13 @@ def _layers(
             raise ConfigError(
                 f"adapter {adapter.where}: {layer!r} has {odd!r} {where} only. Give configuration and tensors of one adapter."
             )
+        for key, tensor in tensors.items():
+            if (shape := module.state_dict()[_with(name, key)].shape) != tensor.shape:
+                raise ConfigError(
+                    f"adapter {adapter.where} has {key!r} of shape {tuple(tensor.shape)} for {layer!r}; its configuration and the "
+                    f"model's weight, {tuple(base[f'{layer}.weight'].shape)}, need {tuple(shape)}. Give the model that it was "
+                    f"trained for."
+                )
         made[layer] = _Layer(module, name, own, tensors, casts=casts)
     return made
 
@@ -288,6 +332,30 @@ def _put(tree: nn.Module, path: str, leaf: nn.Module) -> None:
     tree.add_module(last, leaf)
 
 
+def _owner(full: str) -> tuple[str, str]:
+    """The adapter of a tensor, empty for one of the base, and its name without it."""
+    parts = full.replace(_WRAPPER, "", 1).split(".")
+    kind = next((i for i, part in enumerate(parts) if part in _CONTAINERS or part.startswith(tuple(_KINDS.values()))), None)
+    if kind is not None and kind + 1 < len(parts):
+        return parts[kind + 1], ".".join([*parts[: kind + 1], *parts[kind + 2 :]])
+    if "modules_to_save" in parts:
+        at = parts.index("modules_to_save")
+        return parts[at + 1], ".".join([*parts[:at], *parts[at + 2 :]])
+    return "", ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def _is_saved(config: _Config, name: str) -> bool:
+    """Whether a tensor is in one of the configuration's ``modules_to_save``."""
+    parts = name.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(module.endswith(saved) for saved in getattr(config, "modules_to_save", None) or () for module in modules)
+
+
+def _embeds(name: str) -> bool:
+    """Whether a weight is that of a token embedding, by its name in models of transformers."""
+    return any(word in part for part in name.split(".")[-2:] for word in ("embed", "wte", "shared"))
+
+
 def _cut(name: str) -> tuple[str, str, str]:
     """A tensor's layer, its kind, and what follows; without a kind it is a copy of a weight."""
     parts = name.split(".")
@@ -312,6 +380,13 @@ def _chosen(source: _Source, adapter: Adapter) -> Mapping[str, TensorToWrite]:
             raise ConfigError(
                 f"adapter {adapter.where} has no {_WEIGHTS}, and the weights have no adapters. Give one that has been saved."
             )
+        begins = getattr(adapter.config, "init_lora_weights", True)
+        if begins not in _KEEP_BASE:
+            raise UnsupportedError(
+                f"adapter {adapter.where} began with init_lora_weights={begins!r}, which changes the base weights, and these files "
+                f"have them as they were before. Give a store or a checkpoint of the run, or convert the adapter: PEFT's "
+                f"save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            )
         return adapter.tensors
     folder = os.path.basename(os.path.normpath(adapter.where.strip("'")))
     if len(known) > 1 and folder not in known:
@@ -319,7 +394,24 @@ def _chosen(source: _Source, adapter: Adapter) -> Mapping[str, TensorToWrite]:
             f"the weights have the adapters {', '.join(map(repr, sorted(known)))}, and none has the name of the folder "
             f"{adapter.where}. Give the folder of one of them, as PEFT names it."
         )
-    return known[folder] if folder in known else next(iter(known.values()))
+    found = known[folder] if folder in known else next(iter(known.values()))
+    if (other := _other(found, adapter)) is not None:
+        raise ConfigError(
+            f"the weights have an adapter of their own, and {adapter.where} has other values, such as of {other!r}. To merge those "
+            f"of the folder, give the base weights, such as those that weights= named. To merge those of the source, save its "
+            f"adapter, or give a folder with the {_CONFIG} alone."
+        )
+    return found
+
+
+def _other(found: Mapping[str, TensorToWrite], adapter: Adapter) -> str | None:
+    """A tensor of which an adapter's folder has other values than a source."""
+    for name, tensor in adapter.tensors.items():
+        whole = f"{name}.weight" if name.endswith("lora_magnitude_vector") else name
+        own = next((t for known, t in found.items() if known == whole or known.endswith(f".{whole}")), None)
+        if own is not None and not torch.equal(own.read().float(), tensor.read().float()):
+            return name
+    return None
 
 
 def _checked(config: _Config, where: str) -> _Config:

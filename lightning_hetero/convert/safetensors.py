@@ -278,12 +278,14 @@ class TensorToWrite:
         dtype: Its dtype there; the result of ``read`` is converted.
         shape: Its shape.
         read: Returns the content: a CPU tensor of that shape.
+        ties: Further names that a model has for it, under which it is not written.
     """
 
     name: str
     dtype: torch.dtype
     shape: torch.Size
     read: Callable[[], Tensor]
+    ties: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:

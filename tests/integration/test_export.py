@@ -77,6 +77,17 @@ def test_a_checkpoint_is_exported_and_a_model_loads_it(tmp_path: Path) -> None:
     assert same(tensors | {"head.weight": tensors["embed.weight"]}, dict(module.model.state_dict()))
 
 
+def test_a_module_is_exported_with_the_weights_that_it_shares_with_others(tmp_path: Path) -> None:
+    """Their first name may be outside of it."""
+    root = torch.nn.ModuleDict({"encoder": torch.nn.Embedding(5, 3), "decoder": torch.nn.Linear(3, 5)})
+    root["decoder"].weight = root["encoder"].weight
+    export_weights(root, tmp_path / "model", module="decoder")
+    torch.save({"state_dict": root.state_dict()}, tmp_path / "x.pt")
+    export_weights(tmp_path / "x.pt", tmp_path / "file", module="decoder")
+    for name in ("model", "file"):
+        assert same(load_file(tmp_path / name / "model.safetensors"), dict(root["decoder"].state_dict()))
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("plan", ["host", "disk"])
 def test_a_stores_last_step_is_exported(plan: str, precision: str, tmp_path: Path) -> None:

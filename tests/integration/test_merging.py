@@ -156,6 +156,80 @@ def test_several_active_adapters_are_refused(tmp_path: Path) -> None:
     same(tmp_path / "out", by_peft(model))
 
 
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_not_merged_into_another(kind: str, tmp_path: Path) -> None:
+    """PEFT takes the first values of such an adapter out of the base weights, in memory."""
+    directory = llama.save(tmp_path / "weights")
+    model = peft.get_peft_model(llama.LlamaForCausalLM.from_pretrained(directory), lora(init_lora_weights=kind))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UnsupportedError, match=f"began with init_lora_weights='{kind}', which changes the base weights"):
+        export_weights(directory, tmp_path / "out", merge=tmp_path / "adapter")
+    export_weights(model, tmp_path / "out", merge=True)
+    same(tmp_path / "out", by_peft(model))
+
+
+@pytest.mark.parametrize("name", ["lora", "dora", "modules_to_save"])
+def test_a_source_and_a_folder_with_other_weights_of_an_adapter_are_refused(name: str, tmp_path: Path) -> None:
+    """Nothing says which of the two is meant."""
+    directory = llama.save(tmp_path / "weights")
+    module = trained(directory, CONFIGS[name](), tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        next(p for name, p in module.named_parameters() if p.requires_grad).mul_(1.5)
+    module.model.save_pretrained(tmp_path / "later")
+    for source in (tmp_path / "store", tmp_path / "x.ckpt"):
+        with pytest.raises(ConfigError, match=r"have an adapter of their own, and '.*later' has other values"):
+            export_weights(source, tmp_path / "out", module="model", merge=tmp_path / "later")
+    (tmp_path / "later" / "adapter_model.safetensors").unlink()
+    export_weights(tmp_path / "store", tmp_path / "out", module="model", merge=tmp_path / "later")
+    export_weights(tmp_path / "store", tmp_path / "same", module="model", merge=tmp_path / "adapter")
+    same(tmp_path / "out", load_file(tmp_path / "same" / "model.safetensors"))
+
+
+def test_layers_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> None:
+    """``merge_adapter()`` changes the base weights, and keeps the adapters."""
+    directory = llama.save(tmp_path / "weights")
+    module = trained(directory, lora(modules_to_save=["lm_head"]), tmp_path, dtype=torch.float32)
+    module.model.add_adapter("other", lora(r=2))
+    module.model.merge_adapter()
+    export_weights(module, tmp_path / "out", module="model", merge=True)
+    with pytest.raises(UnsupportedError, match=r"have the adapter 'default' merged.*unmerge_adapter\(\)"):
+        export_weights(module, tmp_path / "other", module="model", merge=tmp_path / "adapter")
+    module.model.set_adapter("other")
+    with pytest.raises(UnsupportedError, match=r"'default' merged, and not all of them exactly 'other'.*unmerge_adapter\(\)"):
+        export_weights(module, tmp_path / "other", module="model", merge=True)
+    module.model.set_adapter("default")
+    same(tmp_path / "out", by_peft(module.model))
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=" and ".join)
+def test_a_copy_of_a_tied_weight_is_no_longer_tied(saved: list[str], tmp_path: Path) -> None:
+    """The other use of the weight keeps the base's values, and needs a name of its own in the result."""
+    directory = llama.save(tmp_path / "weights", tied=True)
+    module = trained(directory, lora(modules_to_save=saved), tmp_path, dtype=torch.float32)
+    export_weights(module, tmp_path / "of model", module="model", merge=True)
+    export_weights(tmp_path / "x.ckpt", tmp_path / "of file", module="model", merge=tmp_path / "adapter")
+    for source, path in (("store", tmp_path / "store"), ("base", directory)):
+        with pytest.raises((UnsupportedError, ConfigError), match=r"head is tied|which the model does not have"):
+            export_weights(path, tmp_path / source, module="model" if source == "store" else "", merge=tmp_path / "adapter")
+    expected = by_peft(module.model)
+    same(tmp_path / "of model", expected)
+    same(tmp_path / "of file", expected)
+
+
+@pytest.mark.parametrize("change", ["width", "rank"])
+def test_an_adapter_of_other_shapes_is_refused_by_name(change: str, tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights")
+    other = llama.config()
+    other.hidden_size = 32 if change == "width" else other.hidden_size
+    other.head_dim = llama.config().head_dim
+    peft.get_peft_model(llama.LlamaForCausalLM(other), lora()).save_pretrained(tmp_path / "adapter")
+    if change == "rank":
+        peft.get_peft_model(llama.LlamaForCausalLM(other), lora(r=2)).save_pretrained(tmp_path / "two")
+        (tmp_path / "two" / "adapter_config.json").replace(tmp_path / "adapter" / "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"adapter '.*adapter' has 'lora_A.weight' of shape \(4, \d+\) for 'model.layers"):
+        export_weights(directory, tmp_path / "out", merge=tmp_path / "adapter")
+
+
 # ---- in memory --------------------------------------------------------------------------------------------------------------
 
 
