@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from support.all_parameters import RECIPE, All, Budget, Costs, Flips, Trained, fit, in_place
-from support.models import Outcome, Recipe, Shape, assert_same
+from support.all_parameters import BATCHES, RECIPE, All, Budget, Costs, Flips, Trained, fit, in_place
+from support.models import Outcome, Recipe, Shape, assert_same, data, quiet_trainer
 from support.recipes import MIXED
 from support.resuming import after, offload
 from support.strategies import least_memory, on_device

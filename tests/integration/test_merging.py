@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -190,15 +191,16 @@ def test_layers_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> 
     directory = llama.save(tmp_path / "weights")
     module = trained(directory, lora(modules_to_save=["lm_head"]), tmp_path, dtype=torch.float32)
     module.model.add_adapter("other", lora(r=2))
+    expected = by_peft(deepcopy(module.model))
     module.model.merge_adapter()
     export_weights(module, tmp_path / "out", module="model", merge=True)
+    same(tmp_path / "out", expected)
     with pytest.raises(UnsupportedError, match=r"have the adapter 'default' merged.*unmerge_adapter\(\)"):
         export_weights(module, tmp_path / "other", module="model", merge=tmp_path / "adapter")
-    module.model.set_adapter("other")
-    with pytest.raises(UnsupportedError, match=r"'default' merged, and not all of them exactly 'other'.*unmerge_adapter\(\)"):
+    module.model.unmerge_adapter()
+    module.model.merge_adapter(["other"])
+    with pytest.raises(UnsupportedError, match=r"'other' merged, and not all of them exactly 'default'.*unmerge_adapter\(\)"):
         export_weights(module, tmp_path / "other", module="model", merge=True)
-    module.model.set_adapter("default")
-    same(tmp_path / "out", by_peft(module.model))
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=" and ".join)
