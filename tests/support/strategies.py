@@ -83,6 +83,20 @@ def least_memory(train: Train, plan: Any = "disk") -> int:
     return int(refusal.value.needed_bytes)
 
 
+def least_memory_throughout(train: Train, plan: Any = "disk") -> int:
+    """The least budget of a run that sets weights free on its way, as its last refusal says."""
+    budget = least_memory(train, plan)
+    while True:
+        try:
+            train(HeteroOffloadStrategy(plan=plan, host_memory=budget))
+        except OutOfMemoryBudgetError as error:
+            if error.needed_bytes <= budget:
+                raise
+            budget = error.needed_bytes
+        else:
+            return budget
+
+
 def assert_same_as_plain(kind: str, train: Callable[[Any], Outcome]) -> None:
     """Trains under plain Lightning and under the strategy; nothing may differ by a bit."""
     expected = train("auto")
