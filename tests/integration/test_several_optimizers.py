@@ -15,7 +15,7 @@ import torch
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.resuming import BATCHES, EndsAt, after, fitted
 from support.several import MAKE, Automatic, ByTurns, Several, Together, by_hand
-from support.strategies import assert_same_as_plain, least_memory, make_strategy
+from support.strategies import assert_same_as_plain, least_memory, least_memory_throughout, make_strategy
 from torch import nn
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
@@ -266,7 +266,11 @@ def unfreezing(strategy: Any, base: type[Several], to: Any, folder: Path) -> Out
 
 @pytest.mark.parametrize("kind", ["host", "disk", "tight"])
 def test_parameters_that_join_one_of_the_optimizers(kind: str, tmp_path: Path) -> None:
-    assert_same_as_plain(kind, partial(unfreezing, base=Several, to=lambda p: 1, folder=tmp_path))
+    train = partial(unfreezing, base=Several, to=lambda p: 1, folder=tmp_path)
+    if kind == "tight":
+        assert_same(train(HeteroOffloadStrategy("disk", host_memory=least_memory_throughout(train))), train("auto"))
+    else:
+        assert_same_as_plain(kind, train)
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

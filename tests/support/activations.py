@@ -118,7 +118,7 @@ class Driver:
 
     def num_buffers(self) -> int:
         """Host buffers that exist and are free."""
-        return sum(len(free) for free in self.activations.swapper.buffers._free.values())
+        return len(self.activations.swapper.buffers._free)
 
     def begin(self) -> None:
         self._used.clear()
