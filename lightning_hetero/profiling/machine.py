@@ -162,17 +162,19 @@ class MeasuredMachine:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of a kind; by default the accelerator if there is one.
+    """The device of a kind; by default the GPU that training would compute on, if there is one.
 
     Raises:
-        ConfigError: There is no such device here.
+        ConfigError: There is no such device here, or training refuses it.
     """
     found = torch.accelerator.current_accelerator(check_available=True)
-    if name == "cpu" or (name is None and found is None):
+    kind = found.type if found is not None and found.type == "cuda" else None
+    if name == "cpu" or (name is None and kind is None):
         return torch.device("cpu")
-    if found is None or (name is not None and name.partition(":")[0] != found.type):
-        raise ConfigError(f"device={name!r}; allowed here: None, 'cpu'{f', {found.type!r}' if found is not None else ''}.")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    if kind is None or (name is not None and name.partition(":")[0] != kind):
+        refused = f" Training does not compute on {found.type} devices." if found is not None and kind is None else ""
+        raise ConfigError(f"device={name!r}; allowed here: None, 'cpu'{'' if kind is None else f', {kind!r}'}.{refused}")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _package_version() -> str:

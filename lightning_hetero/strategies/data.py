@@ -33,7 +33,7 @@ _BEGIN = -1  # the position of a moment before the iterator is made
 _MISSING = "the store's record of the training data is not one of this version"
 
 
-RandomStates = Options  # of torch, Python, and NumPy and CUDA if they are there
+RandomStates = Options  # of torch, Python, and NumPy and the accelerators if they are there
 
 
 def random_state() -> RandomStates:
@@ -41,8 +41,9 @@ def random_state() -> RandomStates:
     state: RandomStates = {"torch": torch.get_rng_state(), "python": loader_state.python_state(random)}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        own = torch.get_device_module(device)
+        state[device.type] = [own.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return state
 
 
@@ -57,8 +58,9 @@ def set_random_state(state: RandomStates) -> None:
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             importlib.import_module("numpy").random.set_state(state["numpy"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        device = torch.accelerator.current_accelerator(check_available=True)
+        for index, own in enumerate([] if device is None else state.get(device.type, ())):
+            torch.get_device_module(device).set_rng_state(own, index)
     except (KeyError, ValueError, TypeError, RuntimeError, struct.error) as error:
         raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error
 

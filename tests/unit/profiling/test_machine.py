@@ -22,7 +22,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, hardware, timing
 from lightning_hetero.profiling import machine as machine_module
 from lightning_hetero.profiling.hardware import measure
-from lightning_hetero.profiling.machine import MeasuredMachine
+from lightning_hetero.profiling.machine import MeasuredMachine, device_of
 
 QUICK_S = 0.2
 
@@ -213,6 +213,13 @@ def test_copies_that_halve_each_other_have_a_contention_of_two() -> None:
 def test_a_measurement_that_cannot_work_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(**arguments)
+
+
+def test_an_accelerator_that_training_refuses_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    assert device_of(None) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"device='xpu'; allowed here: None, 'cpu'\. Training does not compute on xpu"):
+        device_of("xpu")
 
 
 @pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="needs a file system in memory")
