@@ -82,6 +82,7 @@ class Checker:
         self.memory = Memory(self._conflict)
         self.lock = threading.RLock()
         self.tickets: weakref.WeakKeyDictionary[Ticket, tuple[Actor, Clock, Clock]] = weakref.WeakKeyDictionary()
+        self.polled: weakref.WeakSet[Ticket] = weakref.WeakSet()  # of which polls found something
         self.after_open: weakref.WeakKeyDictionary[Ticket, tuple[bool, list[Clock]]] = weakref.WeakKeyDictionary()
         self.parts: weakref.WeakKeyDictionary[NativePart, tuple[Actor, tuple[int, int]]] = weakref.WeakKeyDictionary()
         self.given: dict[int, Clock] = {}  # by the address of what a pool has

@@ -12,6 +12,7 @@ import torch
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.runtime.lanes.base import All
 from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.checked_streams import checked_devices, checking
@@ -147,7 +148,29 @@ def conversions() -> None:
         lanes.drain()
 
 
-SCENES: tuple[Callable[[], None], ...] = (from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions)
+def through_ops_without_work() -> None:
+    """Compute waits for an op that had nothing to do itself, and came after a copy."""
+    with checked_lanes() as (lanes, _):
+        source, target = lanes.host_buffer(512).fill_(1), lanes.memory().take(512, "weights")
+        copied = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(target, source)), [lanes.mark()])
+        lanes.compute_waits([All((copied,))])
+        target.add_(1)
+        lanes.drain()
+
+
+def a_host_op_behind_compute() -> None:
+    """An op on the host reads what compute has sent there."""
+    with checked_lanes() as (lanes, _):
+        sent, result = lanes.host_buffer(512), lanes.memory().take(512, "result")
+        result.fill_(1)
+        sent.copy_(result, non_blocking=True)
+        lanes.submit(op(0, Lane.CPU, OpKind.UPDATE), doing(lambda: sent.add_(1)), [lanes.mark()])
+        lanes.drain()
+
+
+SCENES: tuple[Callable[[], None], ...] = (
+    from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions, through_ops_without_work, a_host_op_behind_compute,
+)  # fmt: skip
 
 
 def everything(folder: Path) -> None:
