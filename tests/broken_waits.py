@@ -1,15 +1,19 @@
-"""Breaks each wait, event and mark of the lanes, one at a time, and says what finds it: a table for docs/devices.md.
+"""Breaks each wait, event and mark of the lanes, one at a time, and says what finds it: a table for
+docs/devices.md.
 
-``PYTHONPATH=tests python tests/broken_waits.py``. Each break is made in a child, which runs programs and trainings in a setting:
+``PYTHONPATH=tests python tests/broken_waits.py``. Each break is made in a child, which runs
+programs and trainings in a setting:
 
-- ``emulated``: on the emulated device, poisoned and with random delays; what finds a break are wrong results and errors.
+- ``emulated``: on the emulated device, poisoned and with random delays; what finds a break are
+  wrong results and errors.
 - ``delays``: on streams that are threads with random delays, poisoned; the same.
-- ``order``: on streams whose uses of memory have to be ordered (``support.checker``): what finds a break is the checker, or it
-  ``fails``, which is another error.
+- ``order``: on streams whose uses of memory have to be ordered (``support.checker``): what finds a
+  break is the checker, or it ``fails``, which is another error.
 - ``tests``: the tests of lanes.
 
-A child that does not end in time has found it, too. ``--only TEXT`` takes the breaks whose name has the text, ``--settings A B``
-only some settings, and ``--say`` what was found. Exits with 1 if no setting finds a break.
+A child that does not end in time has found it, too. ``--only TEXT`` takes the breaks whose name has
+the text, ``--settings A B`` only some settings, and ``--say`` what was found. Exits with 1 if no
+setting finds a break.
 """
 
 from __future__ import annotations

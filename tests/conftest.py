@@ -14,21 +14,25 @@ from hypothesis import HealthCheck, settings
 from support.effort import limit_search, remember_entry_points
 from support.properties import DEEP_EXAMPLES, QUICK_EXAMPLES
 
-# Micro-benchmarks take their time and differ from run to run: tests plan for this machine, child processes too.
+# Micro-benchmarks take their time and differ from run to run: tests plan for this machine, child
+# processes too.
 os.environ.setdefault("LIGHTNING_HETERO_HARDWARE", str(Path(__file__).parent / "support" / "hardware.json"))
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
-# One thread of torch's own per process, set before anybody imports torch: models here are tiny, pytest-xdist takes all cores, and
-# OpenMP's threads wait for each other by spinning, ten times longer than they compute. Where a test wants more, they sleep.
+# One thread of torch's own per process, set before anybody imports torch: models here are tiny,
+# pytest-xdist takes all cores, and OpenMP's threads wait for each other by spinning, ten times
+# longer than they compute. Where a test wants more, they sleep.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Who runs the tests in the background may have had Ctrl-C ignored, and with them their children: tests press it.
+# Who runs the tests in the background may have had Ctrl-C ignored, and with them their children:
+# tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 remember_entry_points()
 
-# By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks for new ones, and for longer.
+# By default the same examples every time, however slow the machine. HYPOTHESIS_PROFILE=deep looks
+# for new ones, and for longer.
 settings.register_profile(
     "quick",
     max_examples=QUICK_EXAMPLES,
@@ -60,7 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_lane_is_left() -> Iterator[None]:
-    """A fit ends its threads however it ends: one that is left would fail a later test, in another file."""
+    """A fit ends its threads however it ends: one that is left would fail a later test, in another
+    file.
+    """
     before = set(threading.enumerate())
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-hetero") and thread not in before]

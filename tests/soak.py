@@ -1,13 +1,15 @@
-"""Trains with random options for a while, and watches memory, files and threads: nothing may be left, and nothing may grow.
+"""Trains with random options for a while, and watches memory, files and threads: nothing may be
+left, and nothing may grow.
 
     python tests/soak.py --minutes 10 [--seed 0] [--dir DIR]
 
-Every round draws a model, an optimizer, plans, precision, accumulation, clipping, a back end and a durability, or an emulated
-device, and trains a few steps. Some rounds stop in the middle, and go on from the store under another plan. Bits are compared with
-plain Lightning where both do the same arithmetic (``32-true``), else with a run in memory. After every round the process must have
-the threads and the descriptors that it had before, and the directory must be as empty as before. Resident memory must not grow from
-the second third of the rounds to the last by more than ``--slack`` bytes. Prints one JSON line last; the options of a round are
-printed before it.
+Every round draws a model, an optimizer, plans, precision, accumulation, clipping, a back end and a
+durability, or an emulated device, and trains a few steps. Some rounds stop in the middle, and go on
+from the store under another plan. Bits are compared with plain Lightning where both do the same
+arithmetic (``32-true``), else with a run in memory. After every round the process must have the
+threads and the descriptors that it had before, and the directory must be as empty as before.
+Resident memory must not grow from the second third of the rounds to the last by more than
+``--slack`` bytes. Prints one JSON line last; the options of a round are printed before it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The commit protocol on a model of a disk: power fails at any moment, and any part of what no flush has covered may be lost.
+"""The commit protocol on a model of a disk: power fails at any moment, and any part of what no
+flush has covered may be lost.
 
-The model is small, and the protocol's steps are those of docs/store-format.md. Mutants leave one of them out. Each has to be
-caught, or the model proves nothing. The native engine itself runs on such a disk in native/tests/engine_power_test.cc.
+The model is small, and the protocol's steps are those of docs/store-format.md. Mutants leave one of
+them out. Each has to be caught, or the model proves nothing. The native engine itself runs on such
+a disk in native/tests/engine_power_test.cc.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ BLOCKS, CHUNKS, RING, STEPS, CRASHES = 3, 3, 4, 9, 1500
 
 @dataclass
 class Disk:
-    """Sectors by name; writes that no flush has covered may be there or not after a crash, each on its own."""
+    """Sectors by name; writes that no flush has covered may be there or not after a crash, each on
+    its own.
+    """
 
     durable: dict[Any, Any] = field(default_factory=dict)
     volatile: list[tuple[Any, Any]] = field(default_factory=list)
@@ -154,7 +158,9 @@ def newest_of(content: dict[Any, Any], file: str, places: int, *, checksum: bool
 
 
 def recovered(content: dict[Any, Any], protocol: Protocol) -> tuple[int, bool]:
-    """The newest step that counts, and whether every chunk that it names is the one that it names."""
+    """The newest step that counts, and whether every chunk that it names is the one that it
+    names.
+    """
     best = newest_of(content, "COMMIT", protocol.ring, checksum=protocol.checksum)
     if not best[2]:  # a step that is not kept
         best = newest_of(content, "PIN", 2, checksum=protocol.checksum)

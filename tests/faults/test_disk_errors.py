@@ -1,4 +1,6 @@
-"""A disk that fails while a model trains on it: the error is named, training stops at once, and nothing hangs or hides it."""
+"""A disk that fails while a model trains on it: the error is named, training stops at once, and
+nothing hangs or hides it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A child of fork has none of the threads that serve the weights: what needs them raises there, and the parent goes on."""
+"""A child of fork has none of the threads that serve the weights: what needs them raises there, and
+the parent goes on.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,9 @@ def test_a_forked_child_reads_weights_that_are_in_memory_and_final(tmp_path: Pat
 def test_a_child_that_unwinds_through_the_trainer_ends(
     tmp_path: Path, plain: Outcome, kind: str, leave: type[BaseException]
 ) -> None:
-    """A hook that forks and forgets ``os._exit``: the child's way out leads through the parent's fit."""
+    """A hook that forks and forgets ``os._exit``: the child's way out leads through the parent's
+    fit.
+    """
     state: dict[str, Any] = {}
 
     class Escapes(pl.Callback):
@@ -190,7 +194,9 @@ def test_a_child_that_unwinds_through_the_trainer_ends(
 
 
 def test_a_child_that_ends_like_a_program_runs_no_destructor(tmp_path: Path) -> None:
-    """``sys.exit`` after a fork runs what the interpreter runs at its exit, and drops what it collects."""
+    """``sys.exit`` after a fork runs what the interpreter runs at its exit, and drops what it
+    collects.
+    """
 
     def end(_: pl.Trainer) -> None:
         gc.collect()

@@ -1,4 +1,6 @@
-"""Damaged files are read or refused, whatever is parsed: nothing else is raised, and no memory is touched that is not theirs."""
+"""Damaged files are read or refused, whatever is parsed: nothing else is raised, and no memory is
+touched that is not theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``kill -9`` at random moments: the committed step is whole, bit for bit, and the next run finds nothing in its way."""
+"""``kill -9`` at random moments: the committed step is whole, bit for bit, and the next run finds
+nothing in its way.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +92,11 @@ def _show_and_exit() -> None:
 
 
 def kill_while(call: Any, steps: int, seconds: float) -> int:
-    """Kills a child that runs ``call`` with a pipe, some time after this step; the last step that it had told of there.
+    """Kills a child that runs ``call`` with a pipe, some time after this step; the last step that
+    it had told of there.
 
-    The child says where it begins its first batch, and where each step ends. Step 0 is that beginning.
+    The child says where it begins its first batch, and where each step ends. Step 0 is that
+    beginning.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -113,7 +117,7 @@ def kill_while(call: Any, steps: int, seconds: float) -> int:
     return steps
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def fitted(recipe: Any, root: Path, strategy: Any, callback: Any) -> Any:
@@ -170,7 +174,9 @@ def reference(recipe: Any, root: Path, file: Path) -> None:
 
 
 def train(recipe: Any, root: Path, path: Path | None, last: int, out: int) -> None:
-    """Tells the parent of the first batch and of every step, and waits after step ``last`` to be killed."""
+    """Tells the parent of the first batch and of every step, and waits after step ``last`` to be
+    killed.
+    """
 
     def tell(trainer: Any, *_: Any) -> None:
         os.write(out, b".")
@@ -197,7 +203,9 @@ def check(recipe: Any, store: Path, file: Path) -> int:
 
 
 def finish(recipe: Any, root: Path, path: Path, file: Path) -> None:
-    """The same model begins anew and trains to the end; another run leaves no temporary directory behind."""
+    """The same model begins anew and trains to the end; another run leaves no temporary directory
+    behind.
+    """
     import torch
 
     expected = torch.load(file)[-1]

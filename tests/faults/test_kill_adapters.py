@@ -1,4 +1,6 @@
-"""``kill -9`` of LoRA as most people write it: a base that is read in place, all parameters in the optimizer, layers set free."""
+"""``kill -9`` of LoRA as most people write it: a base that is read in place, all parameters in the
+optimizer, layers set free.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ class Case:
 
     Attributes:
         step: In the batch after this many steps, or between it and the next one.
-        point: ``batch``, as the batch begins; ``backward``, as its backward ends; ``moved``, as a part of the base has got files
-            with state; ``record``, before the record of its step is written.
+        point: ``batch``, as the batch begins; ``backward``, as its backward ends; ``moved``, as a
+            part of the base has got files with state; ``record``, before the record of its step is
+            written.
         resumes: Steps that the resume finds.
         plan: The plan.
         second: The plan of the resume.
@@ -93,7 +96,7 @@ def main(root: Path) -> None:
     print(json.dumps({**report, "parts": json.loads(file.read_text())}))
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def build() -> Any:

@@ -1,7 +1,8 @@
-"""``kill -9`` while a run begins where an earlier one has kept steps: the same command can be given again, and nothing is lost.
+"""``kill -9`` while a run begins where an earlier one has kept steps: the same command can be given
+again, and nothing is lost.
 
-A run begins anew and puts the earlier store aside, or goes on from a snapshot in an empty ``disk_path``. It dies exactly where it
-is told to. Then the same command runs to the end.
+A run begins anew and puts the earlier store aside, or goes on from a snapshot in an empty
+``disk_path``. It dies exactly where it is told to. Then the same command runs to the end.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class Case:
 
     Attributes:
         begins: ``anew``, with ``new_run``; or ``snapshot``, from another store.
-        point: ``renaming``, before the earlier store is renamed; ``renamed``, after that; ``linking``, with half of a snapshot's
-            files linked; ``linked``, when the store is there; ``opened``, with the new manifest; ``laid out``, when its first
-            record is there; ``training``, after more steps.
+        point: ``renaming``, before the earlier store is renamed; ``renamed``, after that;
+            ``linking``, with half of a snapshot's files linked; ``linked``, when the store is
+            there; ``opened``, with the new manifest; ``laid out``, when its first record is there;
+            ``training``, after more steps.
         plan: The plan.
         every: One of so many steps is kept.
     """
@@ -102,7 +104,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_bytes().hex() for path in folder.iterdir() if path.is_file()}
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def strategy_of(store: Path, case: Case) -> Any:

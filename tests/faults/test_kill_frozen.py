@@ -1,4 +1,6 @@
-"""``kill -9`` while frozen weights, which have one slot on disk or none, move to two because something has changed them."""
+"""``kill -9`` while frozen weights, which have one slot on disk or none, move to two because
+something has changed them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Case:
     """Where a run dies.
 
     Attributes:
-        point: ``opened``, the new files are there, and empty; ``written``, all but the record that names them; ``closed``,
-            the old files are gone.
+        point: ``opened``, the new files are there, and empty; ``written``, all but the record that
+            names them; ``closed``, the old files are gone.
         resumes: Steps that the resume finds.
         plan: The plan.
         change: What changes them; the name of a function in ``support.frozen``.
@@ -78,7 +80,7 @@ def main(root: Path) -> None:
     kill_all(root, CASES, die_at, resume)
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def train(root: Path, strategy: Any, change: str, begins: Callable[[int], object] = id, **options: Any) -> Any:

@@ -1,7 +1,8 @@
-"""``kill -9`` at points that matter to updates before their verdict, or to pins: a resume finds the last kept step, bit for bit.
+"""``kill -9`` at points that matter to updates before their verdict, or to pins: a resume finds the
+last kept step, bit for bit.
 
-Kills at random moments are in test_kill.py; here the process dies exactly where it is told to, with everything that was written
-so far on the disk, so that nothing but the record decides.
+Kills at random moments are in test_kill.py; here the process dies exactly where it is told to, with
+everything that was written so far on the disk, so that nothing but the record decides.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Case:
     """Where a run dies.
 
     Attributes:
-        point: What of the step that dies is done: ``tried``, a speculative update before its verdict; ``discarded``, taken back;
-            ``redone``, updated again; ``kept``, all but the commit; ``committed``; ``unpinned``, all but the pin.
+        point: What of the step that dies is done: ``tried``, a speculative update before its
+            verdict; ``discarded``, taken back; ``redone``, updated again; ``kept``, all but the
+            commit; ``committed``; ``unpinned``, all but the pin.
         resumes: Steps that the resume finds.
         plan: The plan.
         at: Steps before the one that dies.
@@ -114,7 +116,7 @@ def main(root: Path) -> None:
     print(json.dumps(report))
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def strategy_of(root: Path, case: Case) -> Any:

@@ -1,8 +1,9 @@
-"""``kill -9`` where a batch writes the same blocks several times: between two writes, after them, while the record is written.
+"""``kill -9`` where a batch writes the same blocks several times: between two writes, after them,
+while the record is written.
 
-Two optimizers share every block, and hooks change weights after both and at the end of an epoch. The process dies with everything
-that was submitted so far on the disk, so that nothing but the slots that were chosen decides; only a record that is being written
-is left to itself.
+Two optimizers share every block, and hooks change weights after both and at the end of an epoch.
+The process dies with everything that was submitted so far on the disk, so that nothing but the
+slots that were chosen decides; only a record that is being written is left to itself.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ class Case:
     """Where a run dies.
 
     Attributes:
-        point: What of the batch that dies is on the disk: ``once``, the first optimizer's updates; ``twice``, the second one's too;
-            ``changed``, what a hook has changed as well, all but the record; ``recording``, the record, maybe;
-            ``unfrozen``, parameters have joined an optimizer in the middle of it, and one of their blocks got new files, or
-            ``both``; ``epoch``, a hook has changed everything after the record; ``moved``, and then blocks have moved to where
-            another plan wants them.
-        joins: Number of the optimizer that parameters join. Before the first one steps nothing of the batch was written.
+        point: What of the batch that dies is on the disk: ``once``, the first optimizer's updates;
+            ``twice``, the second one's too; ``changed``, what a hook has changed as well, all but
+            the record; ``recording``, the record, maybe; ``unfrozen``, parameters have joined an
+            optimizer in the middle of it, and one of their blocks got new files, or ``both``;
+            ``epoch``, a hook has changed everything after the record; ``moved``, and then blocks
+            have moved to where another plan wants them.
+        joins: Number of the optimizer that parameters join. Before the first one steps nothing of
+            the batch was written.
         plan: The plan.
         at: Batches before the one that dies.
         every: One of so many steps is kept.
@@ -103,7 +106,7 @@ def main(root: Path) -> None:
     kill_all(root, CASES, die_at, resume)
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def strategy_of(root: Path, case: Case) -> Any:

@@ -1,4 +1,5 @@
-"""``kill -9`` after every kind of call that writes a large training state: a resume finds the last kept step, bit for bit.
+"""``kill -9`` after every kind of call that writes a large training state: a resume finds the last
+kept step, bit for bit.
 
 Kills where slots and records are written are in test_kill_points.py.
 """
@@ -45,7 +46,7 @@ def main(root: Path) -> None:
     print(json.dumps(report))
 
 
-# ---- what children do -------------------------------------------------------------------------------------------------------
+# ---- what children do ----------------------------------------------------------------------------
 
 
 def die_after(root: Path, call: str) -> None:

@@ -1,4 +1,6 @@
-"""``kill -9`` of a process whose dataloader has workers: they live on for seconds, and must not hold its store."""
+"""``kill -9`` of a process whose dataloader has workers: they live on for seconds, and must not
+hold its store.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Faults of the system, and records that somebody has made up: every error is one of ours, and says what and where."""
+"""Faults of the system, and records that somebody has made up: every error is one of ours, and says
+what and where.
+"""
 
 from __future__ import annotations
 

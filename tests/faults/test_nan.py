@@ -1,4 +1,6 @@
-"""Values that are not finite go through as under plain Lightning, and whoever watches for them sees them at the same moment."""
+"""Values that are not finite go through as under plain Lightning, and whoever watches for them sees
+them at the same moment.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""These tests change what torch's accelerator is, so they run in a process of their own: ``FOREIGN=1 pytest -n0 tests/foreign``."""
+"""These tests change what torch's accelerator is, so they run in a process of their own:
+``FOREIGN=1 pytest -n0 tests/foreign``.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ class ForeignCuda:
 
 
 def standing_in(usable_bytes: int) -> Any:
-    """What takes the place of ``CudaDevice.of``: the first foreign device, with so much memory for plans."""
+    """What takes the place of ``CudaDevice.of``: the first foreign device, with so much memory for
+    plans.
+    """
 
     def of(device: torch.device, budget_bytes: int | None) -> CudaDevice:
         size = usable_bytes if budget_bytes is None else min(usable_bytes, budget_bytes)

@@ -77,7 +77,8 @@ def test_training_has_the_bits_of_the_host(
     shape = Shape(layers=4, counting=False)
     recipe = Recipe(shape=shape, steps=2, accumulate=accumulate, precision=precision, **clipping)
     got = train(recipe, PLANS[plan], tmp_path)
-    # In 16 bits plain Lightning has no fp32 weights beside, so the reference is training on the CPU.
+    # In 16 bits plain Lightning has no fp32 weights beside, so the reference is training on the
+    # CPU.
     expected = plain(recipe, tmp_path) if precision == "32-true" else run(recipe, HeteroOffloadStrategy("host"), tmp_path)
     assert_same(got, expected)
 

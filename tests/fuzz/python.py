@@ -1,9 +1,11 @@
 """Fuzzes what the Python side parses, by coverage (atheris): ``pip install atheris``, then
 
-    python tests/fuzz/python.py TARGET [--corpus DIR] [-- libFuzzer's options, such as -max_total_time=60 -runs=100000]
+    python tests/fuzz/python.py TARGET [--corpus DIR] [-- libFuzzer's options, such as
+    -max_total_time=60 -runs=100000]
 
-TARGET is one of those in ``tests/support/fuzzing.py``. What an input raises beside this package's errors is a fault; libFuzzer
-writes the input to ``crash-…`` in a directory of its own under the temporary ones, and says where.
+TARGET is one of those in ``tests/support/fuzzing.py``. What an input raises beside this package's
+errors is a fault; libFuzzer writes the input to ``crash-…`` in a directory of its own under the
+temporary ones, and says where.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Schedules as text, reviewed in diffs. Rewrite them with ``pytest tests/golden --update-golden``."""
+"""Schedules as text, reviewed in diffs. Rewrite them with ``pytest tests/golden
+--update-golden``.
+"""
 
 from __future__ import annotations
 
@@ -82,11 +84,13 @@ def _compare(name: str, schedule: Schedule, pytestconfig: pytest.Config) -> None
     assert schedule.to_text() == golden.read_text(encoding="utf-8"), f"{golden.name} differs; --update-golden rewrites it"
 
 
-# ---- a device with memory of its own ----------------------------------------------------------------------------------------
+# ---- a device with memory of its own -------------------------------------------------------------
 
 
 def _layer(name: str, num_params: int, *, pinned: bool = False) -> BlockShape:
-    """16-bit weights and gradients, fp32 master and moments; 20 bytes of input, two operators of 30 and 50 saved bytes."""
+    """16-bit weights and gradients, fp32 master and moments; 20 bytes of input, two operators of 30
+    and 50 saved bytes.
+    """
     return BlockShape(
         name=name,
         num_params=num_params,
@@ -105,7 +109,9 @@ LAYERS = ModelShape(name="gpt", blocks=(_layer("rest", 1000, pinned=True), *(_la
 
 
 def _lohan() -> Plan:
-    """All model states on disk, updates during backward; inputs wait on the host, one operator's output on disk (LoHan)."""
+    """All model states on disk, updates during backward; inputs wait on the host, one operator's
+    output on disk (LoHan).
+    """
     layer = BlockPlan(
         name="*",
         weights=Tier.DISK,
@@ -118,13 +124,17 @@ def _lohan() -> Plan:
 
 
 def _zero_offload() -> Plan:
-    """Weights on the device, state on the host, all updates on the CPU once backward has ended (ZeRO-Offload)."""
+    """Weights on the device, state on the host, all updates on the CPU once backward has ended
+    (ZeRO-Offload).
+    """
     rows = (BlockPlan(name="*", weights=Tier.DEVICE, saved=Saved.RECOMPUTE),)
     return Plan(name="zero_offload", blocks=rows, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
 
 
 def _deep_optimizer_states() -> Plan:
-    """Every second block's state comes to the device for its update, the last one's lives there (stride 2)."""
+    """Every second block's state comes to the device for its update, the last one's lives there
+    (stride 2).
+    """
     cpu = BlockPlan(name="*", weights=Tier.DEVICE)
     visitor = replace(cpu, update=UpdateLane.DEVICE)
     rows = (
@@ -155,7 +165,7 @@ def test_schedule_for_a_device_is_the_reviewed_one(
     _compare(f"device_{name}", schedule, pytestconfig)
 
 
-# ---- blocks that are frozen but for adapters --------------------------------------------------------------------------------
+# ---- blocks that are frozen but for adapters -----------------------------------------------------
 
 
 def _adapted(rest: BlockShape, block: BlockShape) -> ModelShape:

@@ -1,4 +1,5 @@
-"""Everything that a GPU can show, in three calls of at most nine minutes each: see README.md beside this.
+"""Everything that a GPU can show, in three calls of at most nine minutes each: see README.md beside
+this.
 
     tests/gpu/run tests OUT                            # preflight, then each file of tests/gpu
     tests/gpu/run steps OUT --before EARLIER           # benchmarks/gpu_step.py without a planner
@@ -77,7 +78,9 @@ class Call:
         (self.out / "result.json").write_text(json.dumps(self.result))
 
     def run(self, name: str, *words: object, limit_s: float) -> tuple[int | None, str]:
-        """Runs a program with its own time limit; returns its status, ``None`` past the limit, and its output."""
+        """Runs a program with its own time limit; returns its status, ``None`` past the limit, and
+        its output.
+        """
         limit_s = max(1.0, min(limit_s, self.left_s))
         print(f"== {name}: at most {limit_s:.0f} s", flush=True)
         with (self.out / f"{self.args.call}.log").open("a+") as log:
@@ -119,7 +122,9 @@ class Call:
 
 
 def tests(call: Call) -> bool:
-    """The preflight, then every file in a process of its own: after an error that sticks to the GPU all that follows fails."""
+    """The preflight, then every file in a process of its own: after an error that sticks to the GPU
+    all that follows fails.
+    """
     device = "cuda" if call.args.device == "cuda" else "cpu"
     size = ("--bytes", 1 << 26) if call.args.device != "cuda" else ()
     words = ["tests/gpu/preflight.py", "--dir", call.args.dir, "--device", device, *size]

@@ -1,4 +1,6 @@
-"""For all tests here: kernels repeat themselves, and what small models save leaves the GPU all the same."""
+"""For all tests here: kernels repeat themselves, and what small models save leaves the GPU all the
+same.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def disk(directory: Path, num_bytes: int) -> dict[str, Any]:
 
 
 def page_lock(num_bytes: int) -> dict[str, float]:
-    """Seconds that page-locking of memory takes which has been written, by the size of its pages."""
+    """Seconds that page-locking of memory takes which has been written, by the size of its
+    pages.
+    """
     cudart, seconds = torch.cuda.cudart(), {}
     for name, huge in (("small_pages_s", False), ("huge_pages_s", True)):
         with mmap.mmap(-1, num_bytes) as memory:

@@ -1,4 +1,6 @@
-"""What becomes of what forward saves, on a GPU: every policy gives the bits of plain autograd there."""
+"""What becomes of what forward saves, on a GPU: every policy gives the bits of plain autograd
+there.
+"""
 
 from __future__ import annotations
 

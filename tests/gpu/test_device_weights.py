@@ -1,4 +1,6 @@
-"""Weights on a real accelerator: they come, go, and come back elsewhere while autograd waits for its backward."""
+"""Weights on a real accelerator: they come, go, and come back elsewhere while autograd waits for
+its backward.
+"""
 
 from __future__ import annotations
 

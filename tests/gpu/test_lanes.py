@@ -51,7 +51,9 @@ def lanes() -> Iterator[CudaLanes]:
 
 
 def warm(lanes: CudaLanes) -> tuple[Tensor, Tensor]:
-    """Loads what the tests launch, and takes the memory that they need: both may wait for the device."""
+    """Loads what the tests launch, and takes the memory that they need: both may wait for the
+    device.
+    """
     source, memory = lanes.host_buffer(MIB).fill_(3), lanes.memory().take(MIB, "weights")
     lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), []).wait()
     torch.cuda._sleep(1)

@@ -1,4 +1,6 @@
-"""A GPU that is too small for a batch: what autograd's own threads raise, and what torch's allocator does."""
+"""A GPU that is too small for a batch: what autograd's own threads raise, and what torch's
+allocator does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``Trainer(strategy="hetero_offload", accelerator="cuda")`` against plain Lightning on the same GPU, bit for bit."""
+"""``Trainer(strategy="hetero_offload", accelerator="cuda")`` against plain Lightning on the same
+GPU, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_updates_on_the_device_have_the_bits_of_plain_lightning(plan: str, recip
     ],
 )
 def test_updates_on_the_cpu_have_its_bits(plan: str, recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The CPU's Adam contracts other products than the GPU's: the reference updates there what the plan has there."""
+    """The CPU's Adam contracts other products than the GPU's: the reference updates there what the
+    plan has there.
+    """
     with caplog.at_level("INFO", logger="lightning_hetero"):
         got = trained(recipe, HeteroOffloadStrategy(ON_CPU[plan], verify=recipe.steps), tmp_path)
     assert f"of {recipe.steps} steps are bitwise" in caplog.text
@@ -134,7 +138,9 @@ def test_updates_before_the_verdict_do_not_change_a_bit(
 
 @same_adam_on_the_cpu
 def test_a_plan_is_made_after_four_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Profiled with events of the stream, planned, moved: what the CPU updates from then on is verified there."""
+    """Profiled with events of the stream, planned, moved: what the CPU updates from then on is
+    verified there.
+    """
     machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
     strategy = HeteroOffloadStrategy("zero_offload", hardware_profile=machine, verify=7, device_memory="2GiB")
     with caplog.at_level("INFO", logger="lightning_hetero"):

@@ -1,4 +1,6 @@
-"""For all tests here: the models are small, and what they save shall leave a device all the same."""
+"""For all tests here: the models are small, and what they save shall leave a device all the
+same.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A GPU of 4 MiB for ``Trainer(accelerator=StandIn())``; as on one, backward runs in a thread of autograd's."""
+    """A GPU of 4 MiB for ``Trainer(accelerator=StandIn())``; as on one, backward runs in a thread
+    of autograd's.
+    """
     fake = FakeCuda(seed=1)
     monkeypatch.setattr(CudaDevice, "of", standing_in(fake, 4 << 20))
     backward = torch.autograd._engine_run_backward

@@ -1,4 +1,6 @@
-"""``exclude_frozen_parameters=True``: checkpoints without frozen weights resume bit for bit, given the same base."""
+"""``exclude_frozen_parameters=True``: checkpoints without frozen weights resume bit for bit, given
+the same base.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,8 @@ def test_a_base_with_one_other_value_is_refused_by_name(kind: str, expected: Out
         fit(edited(), make(), tmp_path, ckpt_path=path)
     with pytest.raises(ConfigError, match=r"other values than when it was saved: 'model.blocks.1.up.weight'\. Give"):
         quiet_trainer(strategy=make(), default_root_dir=tmp_path).validate(edited(), data(1), ckpt_path=str(path), verbose=False)
-    # A checkpoint of the run that goes on says the same about its base, which was read once for both.
+    # A checkpoint of the run that goes on says the same about its base, which was read once for
+    # both.
     trainer = fit(Frozen(), make(), tmp_path, ckpt_path=path)
     trainer.save_checkpoint(tmp_path / "later.ckpt")
     first, later = (read(found)["excluded_parameters"] for found in (path, tmp_path / "later.ckpt"))

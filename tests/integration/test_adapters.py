@@ -1,4 +1,6 @@
-"""Adapters of PEFT on a model without memory: pretrained weights come from files, adapters start as PEFT starts them."""
+"""Adapters of PEFT on a model without memory: pretrained weights come from files, adapters start as
+PEFT starts them.
+"""
 
 from __future__ import annotations
 

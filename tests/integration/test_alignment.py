@@ -1,4 +1,6 @@
-"""Where parameters start in memory and in files; and stores of version 1, in which they started elsewhere."""
+"""Where parameters start in memory and in files; and stores of version 1, in which they started
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ class All(LitModel):
         return self.recipe.optimizer(list(self.parameters()))
 
 
-# The file has two stores after two steps on plan "disk", and ordinary checkpoints of the same steps: another
-# machine may compute other bits. In ``members`` the optimizer has the frozen block, which has two slots and state.
+# The file has two stores after two steps on plan "disk", and ordinary checkpoints of the same
+# steps: another machine may compute other bits. In ``members`` the optimizer has the frozen block,
+# which has two slots and state.
 STORES: dict[str, tuple[type[LitModel], str]] = {"members": (All, "32-true"), "halves": (LitModel, "bf16-true")}
 
 

@@ -1,4 +1,6 @@
-"""``AdamW(self.parameters())`` over frozen weights: only what trains costs anything, whenever that changes."""
+"""``AdamW(self.parameters())`` over frozen weights: only what trains costs anything, whenever that
+changes.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_frozen_members_cost_nothing(plan: Any, kept: bool, recipe: Recipe, tmp_
 
 @pytest.mark.parametrize("plan", ["resident", "host", "disk", on_device], ids=["resident", "host", "disk", "device"])
 def test_a_run_that_begins_from_the_checkpoint_of_its_last_step_ends_as_it_began(plan: Any, tmp_path: Path) -> None:
-    """State that frozen members have gives their files a second slot, and no step follows that writes it."""
+    """State that frozen members have gives their files a second slot, and no step follows that
+    writes it.
+    """
     first = All(recipe := replace(RECIPE, steps=3))
     trainer = quiet_trainer(max_steps=3, limit_val_batches=0, default_root_dir=tmp_path, callbacks=[Flips(at=(1, 2))])
     trainer.fit(first, data(BATCHES))
@@ -99,7 +103,9 @@ HALF = replace(RECIPE, precision="bf16-true")
 
 
 class Masters(MasterWeightOptimizer):
-    """The reference for 16-bit weights. It has a master of each member; the state of those that trained counts."""
+    """The reference for 16-bit weights. It has a master of each member; the state of those that
+    trained counts.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()
@@ -141,7 +147,9 @@ def test_weights_that_are_set_free_in_the_training_step_train(plan: Any, tmp_pat
 
 
 class ByHand(pl.Callback):
-    """Gives a frozen weight gradients; one of them is zero, which decays the weight and its moments all the same."""
+    """Gives a frozen weight gradients; one of them is zero, which decays the weight and its moments
+    all the same.
+    """
 
     def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
         param = module.model.blocks[0].up.weight

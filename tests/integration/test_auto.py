@@ -1,4 +1,6 @@
-"""``plan="auto"``, the strategy's default: what it plans, when it plans anew, and what it says; never another bit."""
+"""``plan="auto"``, the strategy's default: what it plans, when it plans anew, and what it says;
+never another bit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ PLANNERS = ["auto", "lohan", "autohete", "protrain", "deep_optimizer_states", "z
 
 
 def cheap(monkeypatch: pytest.MonkeyPatch, plans: list[str]) -> list[int]:
-    """Replaces the planner by one that takes turns among built-in plans; returns the budgets it was asked with."""
+    """Replaces the planner by one that takes turns among built-in plans; returns the budgets it was
+    asked with.
+    """
     asked: list[int] = []
 
     def plan(model: Any, hardware: HardwareProfile, **_: Any) -> Plan:
@@ -70,9 +74,11 @@ def test_every_planner_trains_bit_for_bit(planner: str, tmp_path: Path) -> None:
     ids=["plain", "accumulated", "clipped", "sgd"],
 )
 def test_budgets_make_plans(recipe: Recipe, tmp_path: Path) -> None:
-    """All fits; a part of it fits; only the least fits: three plans that put more and more on disk, and none changes a bit.
+    """All fits; a part of it fits; only the least fits: three plans that put more and more on disk,
+    and none changes a bit.
 
-    Where all gradients wait in memory, or the optimizer's own code runs, little is left to choose from with half of the memory.
+    Where all gradients wait in memory, or the optimizer's own code runs, little is left to choose
+    from with half of the memory.
     """
     expected = run(recipe, "auto", tmp_path)
     train = partial(run, recipe, tmp_path=tmp_path)
@@ -98,7 +104,9 @@ def test_the_plan_is_logged_once_as_a_table(tmp_path: Path, caplog: pytest.LogCa
 def test_the_first_steps_correct_the_machine_and_change_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps take five seconds, as far as the plan is told: updates that are slower than the profile says would explain it."""
+    """Steps take five seconds, as far as the plan is told: updates that are slower than the profile
+    says would explain it.
+    """
     recipe = Recipe(shape=DEEP, steps=14)
     expected = run(recipe, "auto", tmp_path)
     params = sum(p.numel() for p in LitModel(recipe).parameters())
@@ -185,7 +193,7 @@ def test_checkpoints_are_resumed_under_another_plan(tmp_path: Path, monkeypatch:
     assert_same(resumed([HeteroOffloadStrategy(), "auto"]), expected)
 
 
-# ---- where it fails ---------------------------------------------------------------------------------------------------------
+# ---- where it fails ------------------------------------------------------------------------------
 
 
 def test_without_a_plan_training_stops_with_nothing_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +302,7 @@ def test_the_machine_is_given_by_profile_file_or_environment(tmp_path: Path, mon
         HeteroOffloadStrategy(hardware_profile=tmp_path / "none.json")
 
 
-# ---- planning anew ----------------------------------------------------------------------------------------------------------
+# ---- planning anew -------------------------------------------------------------------------------
 
 
 class Asks(pl.Callback):
@@ -373,7 +381,7 @@ def test_longer_batches_call_for_another_plan(tmp_path: Path, monkeypatch: pytes
     assert sum("batches have 48 tokens, the plan is for 12" in r.getMessage() for r in caplog.records) == 1
 
 
-# ---- the prediction ---------------------------------------------------------------------------------------------------------
+# ---- the prediction ------------------------------------------------------------------------------
 
 
 def test_prediction_errors_go_to_the_loggers_and_nowhere_else(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Under autocast, blocks whose weights leave memory keep no 16-bit casts of them, and compute the bits of plain Lightning."""
+"""Under autocast, blocks whose weights leave memory keep no 16-bit casts of them, and compute the
+bits of plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def _small_casts_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Casts(TorchDispatchMode):
-    """Notes the 16-bit casts of the blocks' matrices: activations have three dimensions, and no block has 37 rows or columns."""
+    """Notes the 16-bit casts of the blocks' matrices: activations have three dimensions, and no
+    block has 37 rows or columns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +125,7 @@ def test_blocks_that_stay_in_memory_keep_their_casts(tmp_path: Path) -> None:
     assert left(MIXED, HeteroOffloadStrategy(plan="host"), tmp_path) == left(MIXED, "auto", tmp_path)
 
 
-# ---- the same bits ----------------------------------------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 
 class Manual(LitModel):
@@ -178,7 +182,9 @@ class Shrinking(nn.Module):
 
 
 class Penalized(LitModel):
-    """Adds the norm of a gradient to the loss, so that backward runs through the graph of a backward."""
+    """Adds the norm of a gradient to the loss, so that backward runs through the graph of a
+    backward.
+    """
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)

@@ -1,4 +1,6 @@
-"""The benchmarks run, in tiny settings, and print the keys that their readers rely on. Their figures mean nothing here."""
+"""The benchmarks run, in tiny settings, and print the keys that their readers rely on. Their
+figures mean nothing here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Lightning's own callbacks and tuner, and what a user's callback may read, bit for bit as under plain Lightning."""
+"""Lightning's own callbacks and tuner, and what a user's callback may read, bit for bit as under
+plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Copying(pl.Callback):
 
 
 class Exchanging(pl.Callback):
-    """Puts averages in place of the weights for a while, as many EMA callbacks do it: by ``.data``, without copies."""
+    """Puts averages in place of the weights for a while, as many EMA callbacks do it: by ``.data``,
+    without copies.
+    """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.shadow = {n: p.data.clone() for n, p in pl_module.named_parameters()}
@@ -140,7 +144,9 @@ def test_averages_may_take_the_place_of_weights_in_validation(kind: str, tmp_pat
 
 
 class Rewinding(pl.Callback):
-    """Keeps ``.data`` over steps, whose updates it sees, and views of it, and assigns what is made of them."""
+    """Keeps ``.data`` over steps, whose updates it sees, and views of it, and assigns what is made
+    of them.
+    """
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -239,7 +245,8 @@ def test_exponential_moving_average(kind: str, tmp_path: Path) -> None:
 def test_pruning(kind: str, tmp_path: Path) -> None:
     """Pruning replaces parameters by ``weight_orig`` and a mask before training."""
     make = partial(ModelPruning, "l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False, make_pruning_permanent=True)
-    # It multiplies weights with masks outside their block's forward, and with grad: weights on disk refuse that.
+    # It multiplies weights with masks outside their block's forward, and with grad: weights on disk
+    # refuse that.
     refused = nullcontext() if kind == "host" else pytest.raises(OffloadedAccessError, match="materialize")
     with refused:
         assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make, epochs=2))
@@ -265,7 +272,9 @@ def fit_unfreezing(recipe: Recipe, folder: Path, strategy: Any) -> Outcome:
 
 @pytest.mark.parametrize(("kind", "factory"), [("host", None), ("disk", None), ("disk", SGD)], ids=["host", "disk", "disk-sgd"])
 def test_unfreezing_continues_from_a_checkpoint(kind: str, factory: Any, tmp_path: Path) -> None:
-    """The callback gives the optimizer its groups back, and then state is loaded for blocks that had none."""
+    """The callback gives the optimizer its groups back, and then state is loaded for blocks that
+    had none.
+    """
     recipe = Recipe() if factory is None else Recipe(optimizer=factory)
 
     def train(kind: str) -> Outcome:
@@ -327,7 +336,9 @@ class Tunable(LitModel):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_learning_rate_finder(kind: str, tmp_path: Path) -> None:
-    """It saves a checkpoint, trains, and goes back to the checkpoint; fit then starts where it would have."""
+    """It saves a checkpoint, trains, and goes back to the checkpoint; fit then starts where it
+    would have.
+    """
 
     def train(strategy: Any) -> Outcome:
         torch.manual_seed(7)

@@ -1,4 +1,6 @@
-"""User code changes weights at any point of a step, on any tier: the step is the one of plain Lightning."""
+"""User code changes weights at any point of a step, on any tier: the step is the one of plain
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -246,5 +248,7 @@ class Shrinking(LitModel):
 @pytest.mark.parametrize("where", ["host", "disk", "tight"])
 @pytest.mark.parametrize("frozen", [{"frozen": (1,)}, {"half_frozen": True}], ids=["whole", "half"])
 def test_blocks_with_frozen_weights_that_change_in_forward(frozen: Any, where: str, tmp_path: Path) -> None:
-    """Frozen weights have one slot on disk until they change: what follows needs their new files."""
+    """Frozen weights have one slot on disk until they change: what follows needs their new
+    files.
+    """
     same(Shrinking, where, tmp_path, shape=Shape(layers=4, **frozen))

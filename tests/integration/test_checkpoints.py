@@ -1,4 +1,6 @@
-"""Checkpoints are ordinary Lightning checkpoints: whoever wrote one, everyone resumes from it to the same bits."""
+"""Checkpoints are ordinary Lightning checkpoints: whoever wrote one, everyone resumes from it to
+the same bits.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ for file in sys.argv[1:]:
 
 @pytest.mark.parametrize("kind", OURS)
 def test_files_are_as_large_as_those_of_plain_lightning(kind: str, written: Any, tmp_path: Path) -> None:
-    """Parameters of a block lie side by side in one memory; a file must not hold all of it for each of them."""
+    """Parameters of a block lie side by side in one memory; a file must not hold all of it for each
+    of them.
+    """
     trainer, _ = fit(make(kind, tmp_path), tmp_path, epochs=1)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     plain = written("auto").stat().st_size

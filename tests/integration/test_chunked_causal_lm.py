@@ -1,4 +1,6 @@
-"""``chunked_head=True``: models of transformers compute the loss in chunks, with the same bits under every plan."""
+"""``chunked_head=True``: models of transformers compute the loss in chunks, with the same bits
+under every plan.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A callback changes how the Trainer clips gradients while a fit lasts: every step is the one of plain Lightning."""
+"""A callback changes how the Trainer clips gradients while a fit lasts: every step is the one of
+plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Changes(pl.Callback):
 
 
 class Model(LitModel):
-    """Tells ``changes`` when it is inside its ``training_step``, and when most of a backward is over."""
+    """Tells ``changes`` when it is inside its ``training_step``, and when most of a backward is
+    over.
+    """
 
     changes: Changes
 

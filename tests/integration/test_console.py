@@ -1,4 +1,6 @@
-"""What a user hears: the package's lines reach the screen by Lightning's conventions, once each, on rank zero."""
+"""What a user hears: the package's lines reach the screen by Lightning's conventions, once each, on
+rank zero.
+"""
 
 from __future__ import annotations
 

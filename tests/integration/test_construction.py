@@ -1,4 +1,6 @@
-"""A model that ``configure_model`` or ``init_module`` builds without the meta device, bit for bit as plain Lightning."""
+"""A model that ``configure_model`` or ``init_module`` builds without the meta device, bit for bit
+as plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,9 @@ def test_init_module_and_every_plan_do_the_same(plan: str, tmp_path: Path, moved
 
 
 def test_16_bit_weights_are_converted_within_the_share(tmp_path: Path, moved: list[nn.Parameter]) -> None:
-    """``convert_module`` gives parameters of another dtype new memory; from there they go to the file again."""
+    """``convert_module`` gives parameters of another dtype new memory; from there they go to the
+    file again.
+    """
 
     def keep_wide(module: Any) -> None:
         module.model.blocks[0].up = nn.Linear(24, 51, dtype=torch.float32)

@@ -1,4 +1,6 @@
-"""The strategy's way through setup, steps and teardown on a GPU, with streams that are threads; ``tests/gpu`` has a real one."""
+"""The strategy's way through setup, steps and teardown on a GPU, with streams that are threads;
+``tests/gpu`` has a real one.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_training_has_the_bits_of_plain_lightning(plan: Any, recipe: Recipe, fak
 
 
 def gated(module: LitModel) -> None:
-    """Each block gets a weight whose gradient autograd leaves with other strides, as it does of 1 x 1 convolutions."""
+    """Each block gets a weight whose gradient autograd leaves with other strides, as it does of 1 x
+    1 convolutions.
+    """
     for block in module.model.blocks:
         block.gate = nn.Parameter(torch.rand(1, module.recipe.shape.width))
         block.register_forward_hook(lambda block, args, output: output * block.gate.t().squeeze(1))
@@ -66,7 +70,9 @@ def gated(module: LitModel) -> None:
 def test_gradients_that_compute_puts_in_order_first_leave_after_that(
     fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RELEASE and GRAD of a block follow compute from one anchor on, but GRAD gives it more to do."""
+    """RELEASE and GRAD of a block follow compute from one anchor on, but GRAD gives it more to
+    do.
+    """
     compute, flat, late = fake.compute_is_late(), gradients._flat, [0]
 
     def arrange(param: nn.Parameter, grad: Tensor) -> Tensor:
@@ -87,7 +93,9 @@ def test_gradients_that_compute_puts_in_order_first_leave_after_that(
 
 
 def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profiled, planned and moved: the memory for weights and state follows the plan, and nothing is left of the old one."""
+    """Profiled, planned and moved: the memory for weights and state follows the plan, and nothing
+    is left of the old one.
+    """
     sizes: list[int] = []
     resize = CudaLanes.resize
     monkeypatch.setattr(CudaLanes, "resize", lambda lanes, size: sizes.append(size) or resize(lanes, size))
@@ -322,7 +330,9 @@ def test_the_libraries_of_a_backward_have_their_memory_before_free_memory_is_ask
 
 
 def test_the_gpu_memory_that_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory and what torch keeps in whole pieces, at most the process's share and the budget; a part is left alone."""
+    """Free memory and what torch keeps in whole pieces, at most the process's share and the budget;
+    a part is left alone.
+    """
     gib = 1 << 30
     monkeypatch.setattr(cuda_device, "_warm_up", lambda device: None)
     stats = {"reserved_bytes.all.current": 4 * gib, "allocated_bytes.all.current": gib, "inactive_split_bytes.all.current": gib}

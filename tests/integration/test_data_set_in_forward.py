@@ -1,4 +1,6 @@
-"""Blocks set ``param.data`` in their own forward, as constraints and quantizers do: the step is the one of plain Lightning."""
+"""Blocks set ``param.data`` in their own forward, as constraints and quantizers do: the step is the
+one of plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,9 @@ class After(Hooked):
 
 @WHERE
 def test_weights_that_backward_still_needs(where: str, tmp_path: Path) -> None:
-    """Plain Lightning goes on with the old values. So do plans that keep weights in memory; others raise autograd's error."""
+    """Plain Lightning goes on with the old values. So do plans that keep weights in memory; others
+    raise autograd's error.
+    """
     with nullcontext() if where == "host" else pytest.raises((RuntimeError, ChangedInPlaceError), match=r"in-?place operation"):
         same(After, where, tmp_path, shape=MIXED)
 

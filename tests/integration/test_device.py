@@ -1,4 +1,6 @@
-"""Training on an emulated device: plans by name, planners, optimizers of their own code, activations on disk; never another bit."""
+"""Training on an emulated device: plans by name, planners, optimizers of their own code,
+activations on disk; never another bit.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_batches_of_another_shape(plan: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("clip", [{}, {"clip": 0.3}, {"clip": 3e-3, "clip_by": "value"}], ids=["sums", "norm", "value"])
 def test_gradients_add_up_in_batches_that_use_other_blocks_than_foreseen(clip: dict[str, Any], tmp_path: Path) -> None:
-    """Some have left for the host by then: those of such a batch are added to them, and are clipped with them."""
+    """Some have left for the host by then: those of such a batch are added to them, and are clipped
+    with them.
+    """
     recipe = Recipe(shape=Shape(counting=False, skips=True), steps=4, accumulate=3, **clip)
     assert_same(run(recipe, strategy_of("host"), tmp_path), run(recipe, "auto", tmp_path))
 

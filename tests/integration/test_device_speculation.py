@@ -1,4 +1,6 @@
-"""Updates before the verdict beside a device with memory of its own: plain Lightning's bits, whatever the verdict says."""
+"""Updates before the verdict beside a device with memory of its own: plain Lightning's bits,
+whatever the verdict says.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SHAPE = Shape(layers=4)
 
 
 def on_disk(weights: Tier, **options: Any) -> Plan:
-    """State of the repeated blocks on disk; the rest is updated on the device, which tries nothing."""
+    """State of the repeated blocks on disk; the rest is updated on the device, which tries
+    nothing.
+    """
     rows = (BlockPlan(name="model.blocks.*", weights=weights, state=Tier.DISK), BlockPlan(name="*", weights=Tier.DEVICE))
     return Plan(name=f"{weights.value} weights", blocks=rows, **options)
 
@@ -95,7 +99,9 @@ def test_an_overflow_discards_speculative_updates_and_lowers_the_scale(
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_gradients_leave_once_they_have_been_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a stream they would leave as they are if their GRAD waited for what compute was given before it divided them."""
+    """On a stream they would leave as they are if their GRAD waited for what compute was given
+    before it divided them.
+    """
     seen: list[str] = []
 
     def watched(owner: type, name: str, what: Any) -> None:

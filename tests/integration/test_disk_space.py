@@ -1,4 +1,6 @@
-"""What a store takes on the disk is counted before training; where the disk is full all the same, nothing that was kept is lost."""
+"""What a store takes on the disk is counted before training; where the disk is full all the same,
+nothing that was kept is lost.
+"""
 
 from __future__ import annotations
 

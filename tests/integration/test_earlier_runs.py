@@ -1,4 +1,6 @@
-"""A fit where an earlier run has kept steps is refused, or goes on, or puts the store aside: nothing is ever written over."""
+"""A fit where an earlier run has kept steps is refused, or goes on, or puts the store aside:
+nothing is ever written over.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,9 @@ def test_each_new_run_gets_a_name_of_its_own_and_trains_from_the_beginning(
 
 
 def test_a_step_that_is_only_pinned_counts(tmp_path: Path) -> None:
-    """With ``keep_every`` the last record may stand for no step, and the kept one is in a directory of its own."""
+    """With ``keep_every`` the last record may stand for no step, and the kept one is in a directory
+    of its own.
+    """
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy("disk", disk_path=store, keep_every=2), RECIPE, stop=3)
     assert len(pins(store)) == 1
@@ -179,7 +183,9 @@ NOTHING_KEPT: dict[str, Callable[[Path, Path], Any]] = {
 
 @pytest.mark.parametrize("way", NOTHING_KEPT)
 def test_a_store_without_a_kept_step_is_in_nobodys_way(way: str, plain: Outcome, tmp_path: Path) -> None:
-    """Steps that are only tried, by ``fast_dev_run`` or a tuner, are not kept: the fit that follows begins."""
+    """Steps that are only tried, by ``fast_dev_run`` or a tuner, are not kept: the fit that follows
+    begins.
+    """
     NOTHING_KEPT[way](tmp_path / "store", tmp_path)
     assert_same(train(tmp_path, HeteroOffloadStrategy("disk", disk_path=tmp_path / "store"), RECIPE), plain)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("store")] == ["store"]
@@ -256,7 +262,9 @@ LOST: list[Callable[[Path], None]] = [remove, empty, blank, halve, shorten, tear
 def test_a_store_whose_records_are_lost_is_not_written_over(
     lose: Callable[[Path], None], stop: int, plan: str, plain: Outcome, tmp_path: Path
 ) -> None:
-    """Blocks that a step has written say that there were records: a ring that says nothing is not that of a first record."""
+    """Blocks that a step has written say that there were records: a ring that says nothing is not
+    that of a first record.
+    """
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE, stop=stop)
     lose(store / "COMMIT")
@@ -277,7 +285,9 @@ def test_a_store_whose_records_are_lost_is_not_written_over(
 def test_a_store_that_died_before_its_first_step_is_in_nobodys_way(
     lose: Callable[[Path], None], plan: str, plain: Outcome, tmp_path: Path
 ) -> None:
-    """Its blocks have been written once: that is what a process leaves that dies before, or while, it writes its first record."""
+    """Its blocks have been written once: that is what a process leaves that dies before, or while,
+    it writes its first record.
+    """
     store = tmp_path / "store"
     train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store), RECIPE, stop=0)
     lose(store / "COMMIT")
@@ -368,7 +378,7 @@ def test_a_model_whose_class_has_another_name_continues(store: Path, tmp_path: P
         fit(HeteroOffloadStrategy("disk", disk_path=store), tmp_path, recipe=recipe, ckpt_path=store)
 
 
-# ---- another store as ckpt_path ---------------------------------------------------------------------------------------------
+# ---- another store as ckpt_path ------------------------------------------------------------------
 
 
 def test_a_store_with_a_kept_step_does_not_give_way_to_another_one(store: Path, plain: Outcome, tmp_path: Path) -> None:
@@ -391,7 +401,9 @@ def test_a_store_without_a_kept_step_gives_way_to_another_one(store: Path, plain
 
 
 def test_another_ckpt_path_than_the_one_that_a_store_was_made_from_is_refused(store: Path, tmp_path: Path) -> None:
-    """It has the same uuid, and is a step of the same run: going on would be from a step that nobody asked for."""
+    """It has the same uuid, and is a step of the same run: going on would be from a step that
+    nobody asked for.
+    """
     other = tmp_path / "other"
     train(tmp_path, HeteroOffloadStrategy("disk", disk_path=other), RECIPE, stop=4, store=store)
     train(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), RECIPE, stop=4, store=store)  # it has another last step now

@@ -1,4 +1,6 @@
-"""Optimizers that make their state as they are made: that of frozen members takes nothing, and the bits stay those of torch."""
+"""Optimizers that make their state as they are made: that of frozen members takes nothing, and the
+bits stay those of torch.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_weights_that_are_set_free_train(plan: Any, recipe: Recipe, tmp_path: Pa
 
 @pytest.mark.parametrize(("first", "second", "stop"), [("disk", "host", 2), ("host", MIXED, 3), (MIXED, "disk", 5)])
 def test_a_run_goes_on_before_and_after_weights_are_set_free(first: Any, second: Any, stop: int, tmp_path: Path) -> None:
-    """At step 2 they have state that no step has changed; at step 5 weights with state are frozen."""
+    """At step 2 they have state that no step has changed; at step 5 weights with state are
+    frozen.
+    """
     store, make = tmp_path / "store", partial(Flips, "on_train_batch_end")
     fit(tmp_path, offload(first, store, verify_digests=True), RECIPE, make(), stop=stop)
     got = fit(tmp_path, offload(second, store, verify_digests=True), RECIPE, make(), store=store)

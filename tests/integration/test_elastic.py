@@ -1,4 +1,6 @@
-"""Ranks that vanish, join and are told to leave: training goes on, and ends where it would have ended without."""
+"""Ranks that vanish, join and are told to leave: training goes on, and ends where it would have
+ended without.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on after each step in turn."""
+    """A rank that is stopped again and again, plain Lightning without a stop, and runs that go on
+    after each step in turn.
+    """
     out = tmp_path_factory.mktemp("stopped")
     ranks.train("stopped", cwd=out, world=1)
     found: dict[str, Any] = torch.load(out / "elastic.pt", weights_only=False)
@@ -107,7 +111,9 @@ def test_a_restart_counts_its_committed_steps_above_the_ckpt_path_that_began_it(
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Three ranks that share a model until one is told to leave, and two that go on, are killed, and go on."""
+    """Three ranks that share a model until one is told to leave, and two that go on, are killed,
+    and go on.
+    """
     out = tmp_path_factory.mktemp("shards")
     for world in (3, 2):
         ranks.train("shards", cwd=out, world=world)
@@ -147,7 +153,9 @@ def test_ranks_that_share_a_model_see_every_sample_once(where: str, shards: dict
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three ranks left of two runs, of which one lost a rank; what two made of them, and what one process makes alone."""
+    """What three ranks left of two runs, of which one lost a rank; what two made of them, and what
+    one process makes alone.
+    """
     out = tmp_path_factory.mktemp("pipelines")
     for world, killed in ((3, 1), (2, None), (1, None)):
         ranks.train("elastic_pipelines", cwd=out, world=world, killed=killed)
@@ -155,7 +163,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_goes_on(out: Path, run: str, last: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """After a committed step three ranks become two, no step is lost, and all are as they are alone; what the ranks left."""
+    """After a committed step three ranks become two, no step is lost, and all are as they are
+    alone; what the ranks left.
+    """
     alone = torch.load(out / "alone.pt", weights_only=False)
     files = [sorted(out.glob(f"{run}-world{world}-rank*.pt")) for world in (3, 2)]
     before, after = ([torch.load(file, weights_only=False) for file in of_world] for of_world in files)
@@ -181,7 +191,9 @@ def test_pipelines_continue_by_another_plan_when_one_rank_is_told_to_leave(pipel
 
 
 def test_pipelines_plan_again_after_a_kill_and_read_missing_layers(pipelines: Path) -> None:
-    """Every rank kept its layers on its node; what the lost one alone had comes from the remote copy."""
+    """Every rank kept its layers on its node; what the lost one alone had comes from the remote
+    copy.
+    """
     step = pipelined.EVENT
     left, went_on = assert_goes_on(pipelines, "killed", step)
     assert len(left) == 2
@@ -237,7 +249,8 @@ def test_nodes_are_killed_join_and_leave_while_training_continues(tmp_path_facto
             assert result["lost_steps"] == result["wrong_samples"] == 0
             assert result["repeated_steps"] <= 3  # one step was under way whenever something happened
             assert result["max_difference"] <= 1e-12
-            # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in starting the very first workers.
+            # 20 s where the machine has nothing else to do; a loaded one is as slow as it was in
+            # starting the very first workers.
             in_time &= max(result["down_s"], result["up_s"], result["sigterm_s"]) <= 20.0 + 3 * result["start_s"]
         if in_time:
             return

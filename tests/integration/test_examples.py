@@ -1,4 +1,6 @@
-"""The examples do what they say, on a small model: the script, the LightningCLI configs and the notebook."""
+"""The examples do what they say, on a small model: the script, the LightningCLI configs and the
+notebook.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights go out as they are, from a model in training, a checkpoint or safetensors, one tensor at a time."""
+"""Weights go out as they are, from a model in training, a checkpoint or safetensors, one tensor at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,7 @@ def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(released) == 4
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_needs_execution_is_refused(tmp_path: Path) -> None:

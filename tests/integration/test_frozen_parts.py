@@ -1,4 +1,6 @@
-"""Frozen parts have one slot on disk, which is written once. What changes them gives them two, and a resume finds every step."""
+"""Frozen parts have one slot on disk, which is written once. What changes them gives them two, and
+a resume finds every step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models that are larger than the budget generate and are evaluated: what is read, and the bits that come out."""
+"""Models that are larger than the budget generate and are evaluated: what is read, and the bits
+that come out.
+"""
 
 from __future__ import annotations
 
@@ -262,7 +264,9 @@ def fit(root: Path, strategy: Any, **options: Any) -> tuple[pl.Trainer, Lit]:
 
 @pytest.fixture
 def does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the fit the model stays on disk: staging would be larger than a model that is quick to test."""
+    """After the fit the model stays on disk: staging would be larger than a model that is quick to
+    test.
+    """
     monkeypatch.setattr(Session, "_fits_memory", lambda self: False)
 
 
@@ -363,7 +367,9 @@ class Branches(nn.Module):
 
 
 def test_passes_that_end_early_keep_what_stays(tmp_path: Path) -> None:
-    """A short pass between long ones does not change what stays: its layers are a part of theirs."""
+    """A short pass between long ones does not change what stays: its layers are a part of
+    theirs.
+    """
 
     def build() -> Branches:
         torch.manual_seed(0)

@@ -15,7 +15,9 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Results], Results]:
-    """Of one process, of every rank of three, and of one that goes on where the three were after an epoch."""
+    """Of one process, of every rank of three, and of one that goes on where the three were after an
+    epoch.
+    """
     out = tmp_path_factory.mktemp("parallel")
     with ThreadPoolExecutor() as pool:
         for run in [pool.submit(train, "uneven", cwd=out, world=world) for world in (RANKS, 1)]:

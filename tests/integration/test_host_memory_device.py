@@ -1,4 +1,6 @@
-"""Host memory of a fit on a device with memory of its own: gradients, and the weights that live on disk, share it."""
+"""Host memory of a fit on a device with memory of its own: gradients, and the weights that live on
+disk, share it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models on the meta device whose weights come from safetensors, block by block, to where the plan puts them."""
+"""Models on the meta device whose weights come from safetensors, block by block, to where the plan
+puts them.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,7 @@ def pages_in_memory(address: int, num_bytes: int) -> int:
     return sum(byte & 1 for byte in found)
 
 
-# ---- what files lack, and what they have beside the model -------------------------------------------------------------------
+# ---- what files lack, and what they have beside the model ----------------------------------------
 
 
 def rewritten(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
@@ -207,7 +209,9 @@ def test_two_modules_that_fit_have_to_be_named(directory: Path, tmp_path: Path) 
 
 
 def test_modules_outside_the_weights_are_initialized(directory: Path, tmp_path: Path) -> None:
-    """Names of the body alone: the head is initialized by the model of Hugging Face that it belongs to."""
+    """Names of the body alone: the head is initialized by the model of Hugging Face that it belongs
+    to.
+    """
     rewritten(directory, lambda t: [t.update({n.removeprefix("model."): t.pop(n)}) for n in list(t)] and t.pop("lm_head.weight"))
     stored = load_file(directory / "model.safetensors")
     module = llama.on_meta()

@@ -1,4 +1,6 @@
-"""Frozen weights that safetensors files have as they are: read in place, never copied, and moved to the store when they change."""
+"""Frozen weights that safetensors files have as they are: read in place, never copied, and moved to
+the store when they change.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_frozen_weights_are_not_copied(plan: Any, folder: Path, content: dict[st
 
 
 class Sizes(pl.Callback):
-    """What the plan in force needs on the disk, and what the measured profile would say of the blocks."""
+    """What the plan in force needs on the disk, and what the measured profile would say of the
+    blocks.
+    """
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         session: Any = trainer.strategy.session  # type: ignore[attr-defined]
@@ -281,7 +285,9 @@ def test_one_file_and_narrow_types_are_read_in_place(dtype: torch.dtype, precisi
 
 
 def saved(content: dict[str, Tensor], path: Path, kind: str) -> Path:
-    """What ``torch.save`` writes: one file, a checkpoint, a directory, or a directory of two files."""
+    """What ``torch.save`` writes: one file, a checkpoint, a directory, or a directory of two
+    files.
+    """
     path.mkdir()
     if kind in (".pt", ".bin"):
         torch.save(content if kind == ".bin" else {"state_dict": content}, path / f"model{kind}")

@@ -1,4 +1,6 @@
-"""``keep_every``: the last kept step is whole whatever has been written since, and what is refused. Kills are in tests/faults."""
+"""``keep_every``: the last kept step is whole whatever has been written since, and what is refused.
+Kills are in tests/faults.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def stopped(folder: Path, strategy: Any, callbacks: list[Any], store: Path | Non
 def test_the_last_step_is_kept_wherever_training_is_stopped_after_its_batch(
     stops: Any, step: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A resume does what the run would have done that nobody stops, as it does where every step is kept."""
+    """A resume does what the run would have done that nobody stops, as it does where every step is
+    kept.
+    """
     expected = stopped(tmp_path, "auto", [], **options)
     resumed = []
     for every in (1, 50):

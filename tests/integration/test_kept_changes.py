@@ -1,4 +1,6 @@
-"""Weights that user code changes, in any way and anywhere in a step, are in the step that is kept."""
+"""Weights that user code changes, in any way and anywhere in a step, are in the step that is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ def test_changes_are_in_the_kept_step(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", ["host", "disk", *ON_DEVICE])
 def test_what_does_not_change_is_written_once(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither files nor copies from a device are made anew for frozen blocks, also if code has looked at their ``data``."""
+    """Neither files nor copies from a device are made anew for frozen blocks, also if code has
+    looked at their ``data``.
+    """
     lent: list[str] = []
     lend = DeviceResidency.lend
 

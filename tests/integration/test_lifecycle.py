@@ -1,4 +1,6 @@
-"""From one Trainer call to the next: fit, validate, test, predict, fit again, interruptions, errors, and the door to weights."""
+"""From one Trainer call to the next: fit, validate, test, predict, fit again, interruptions,
+errors, and the door to weights.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_fit_evaluate_and_fit_again(kind: str, shape: Shape, tmp_path: Path) -> 
     ("first", "second"), [("host", "auto"), ("auto", "disk"), ("tight", "tight"), ("tight", "host"), ("device", "disk")]
 )
 def test_a_new_trainer_takes_the_trained_module_over(first: str, second: str, tmp_path: Path) -> None:
-    """And the first one takes it back, although the module had been left on the first one's disk."""
+    """And the first one takes it back, although the module had been left on the first one's
+    disk.
+    """
     recipe = Recipe(shape=DEEP)
 
     def train(*strategies: Any) -> Outcome:
@@ -116,7 +120,9 @@ def test_a_model_that_does_not_fit_stays_on_disk_and_usable(tmp_path: Path) -> N
 
 
 def test_a_released_weight_is_read_through_the_door(tmp_path: Path) -> None:
-    """With grad it is refused, because the gradient would be lost, and the refusal names the way."""
+    """With grad it is refused, because the gradient would be lost, and the refusal names the
+    way.
+    """
 
     class Regularized(LitModel):
         how = "plain"
@@ -143,7 +149,9 @@ def test_a_released_weight_is_read_through_the_door(tmp_path: Path) -> None:
 
 
 def test_materializing_a_model_that_is_in_memory_anyway_changes_nothing(tmp_path: Path) -> None:
-    """As a function that is called both in training and after it does. Without content there is nothing to read."""
+    """As a function that is called both in training and after it does. Without content there is
+    nothing to read.
+    """
     strategy = HeteroOffloadStrategy("disk")
     module = LitModel(Recipe(steps=1))
     trainer = quiet_trainer(strategy=strategy, max_steps=1, default_root_dir=tmp_path)

@@ -1,4 +1,6 @@
-"""``link_checkpoints=True`` under Lightning's ``ModelCheckpoint``: paths are saved to again, linked and removed."""
+"""``link_checkpoints=True`` under Lightning's ``ModelCheckpoint``: paths are saved to again, linked
+and removed.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def test_a_replaced_snapshot_is_removed_after_the_save(tmp_path: Path) -> None:
 def evaluated(
     root: Path, strategy: Any, shape: Shape, path: Any = None, *, empty: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Trains, then validates, tests and predicts with the best checkpoint, and once more in another Trainer."""
+    """Trains, then validates, tests and predicts with the best checkpoint, and once more in another
+    Trainer.
+    """
     recipe = Recipe(shape=shape, precision="bf16-mixed" if shape.tied else "32-true")
     torch.manual_seed(7)
     module = Evaluates(recipe)
@@ -249,7 +253,9 @@ class Improves(Evaluates):
 
 @pytest.mark.parametrize("links", [False, True])
 def test_an_evaluation_does_not_bring_back_an_older_best_checkpoint(tmp_path: Path, links: bool) -> None:
-    """Validation runs after the step's record was written, so the record knows of one validation less."""
+    """Validation runs after the step's record was written, so the record knows of one validation
+    less.
+    """
     saves = ModelCheckpoint(dirpath=tmp_path / "saves", filename="{step}", monitor="worse", save_top_k=2, save_last=True)
     waits = EarlyStopping(monitor="worse", patience=3)
     strategy = HeteroOffloadStrategy("disk", disk_path=tmp_path / "store", link_checkpoints=links)

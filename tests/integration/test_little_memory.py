@@ -1,4 +1,6 @@
-"""Without ``host_memory`` a run in a small control group trains or is refused by name; it does not fill the group."""
+"""Without ``host_memory`` a run in a small control group trains or is refused by name; it does not
+fill the group.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def fit(module: Layers, strategy: Any, folder: str, batch: int = BATCH) -> int:
 
 
 def pretend(limit_bytes: int, folder: Path) -> int:
-    """Files of a control group that has this much for what the process takes from now on; returns what it holds now."""
+    """Files of a control group that has this much for what the process takes from now on; returns
+    what it holds now.
+    """
     before = resident_bytes()
     proc, groups = folder / "proc", folder / "groups"
     for place in (proc / "self", groups):
@@ -78,7 +82,8 @@ def pretend(limit_bytes: int, folder: Path) -> int:
 
 
 def main(plan: str, limit_mib: str, group: str, batch: str, folder: str) -> None:
-    """Prints what came of a fit, and the most that the process held beyond what it held before, as one line of JSON.
+    """Prints what came of a fit, and the most that the process held beyond what it held before, as
+    one line of JSON.
 
     Args:
         plan: The strategy's.
@@ -146,7 +151,9 @@ def _v1(root: Path, line: str) -> Path | None:
 
 @pytest.fixture
 def make_group() -> Iterator[Callable[[int], str]]:
-    """Makes a control group with a limit of memory, in MiB, and returns its directory; skips where that may not be done."""
+    """Makes a control group with a limit of memory, in MiB, and returns its directory; skips where
+    that may not be done.
+    """
     made: list[Path] = []
 
     def make(limit_mib: int) -> str:

@@ -1,4 +1,6 @@
-"""``LocalFirst`` under ``Trainer.fit``: what goes on after a restart is what would have gone on without one."""
+"""``LocalFirst`` under ``Trainer.fit``: what goes on after a restart is what would have gone on
+without one.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_other_ranks_and_another_strategy_continue(names: tuple[str, str], train
 
 
 def test_tensor_parallelism_grows(trained: list[Results]) -> None:
-    """Each rank reads the columns and rows that are its own now, of rows that were its own and of others'."""
+    """Each rank reads the columns and rows that are its own now, of rows that were its own and of
+    others'.
+    """
     for rank in trained:
         found, expected = rank["fsdp to tensor"], rank["fsdp second"]
         for name, weight in expected["weights"].items():
@@ -103,7 +107,7 @@ def test_missing_pieces_come_from_other_places(fewer: list[Results]) -> None:
     assert half["remote"] > 0  # the other node's shards
 
 
-# ---- in one process ---------------------------------------------------------------------------------------------------------
+# ---- in one process ------------------------------------------------------------------------------
 
 
 class TwinNet(Body, pytorch_lightning.LightningModule):

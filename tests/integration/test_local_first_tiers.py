@@ -1,4 +1,6 @@
-"""``LocalFirst`` where weights and optimizer state live on tiers: what is saved is one step, and any strategy goes on from it."""
+"""``LocalFirst`` where weights and optimizer state live on tiers: what is saved is one step, and
+any strategy goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def assert_equal(got: Any, expected: Any, where: str = "") -> None:
         assert got == expected, where
 
 
-# ---- what is saved ----------------------------------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------
 
 
 class SavesOnce(pl.Callback):
@@ -135,7 +137,9 @@ ROWS = st.tuples(*[st.sampled_from([(w, s) for w in (Tier.HOST, Tier.DISK) for s
 def test_a_save_is_the_step_that_it_was_asked_for_though_training_continues(
     recipe: Recipe, rows: Any, batch: int, before: bool, kept: bool, device: bool
 ) -> None:
-    """Nothing is written before training has ended, so any later step would show; and saving changes no bit of training."""
+    """Nothing is written before training has ended, so any later step would show; and saving
+    changes no bit of training.
+    """
     rules = tuple(BlockPlan(name=n, weights=w, state=s) for n, (w, s) in zip(NAMES, rows, strict=True))
     plan = Plan(name="random", blocks=rules)
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +167,7 @@ def test_links_and_remote_copies_cannot_have_one_path(tmp_path: Path) -> None:
         strategy.checkpoint_io = LocalFirst()
 
 
-# ---- who goes on from it ----------------------------------------------------------------------------------------------------
+# ---- who goes on from it -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
 
 
-# ---- with a store -----------------------------------------------------------------------------------------------------------
+# ---- with a store --------------------------------------------------------------------------------
 
 
 class Fails(pl.Callback):
@@ -242,7 +246,9 @@ class Fails(pl.Callback):
     ids=["disk", "groups", "sgd", "device-bf16"],
 )
 def test_a_run_with_local_first_continues_from_its_store(tmp_path: Path, first: Any, second: Any, recipe: Recipe) -> None:
-    """What docs/recovery.md recommends after a kill; the saves of the run that went on can then be gone on from, too."""
+    """What docs/recovery.md recommends after a kill; the saves of the run that went on can then be
+    gone on from, too.
+    """
     local = {"memory": tmp_path / "memory", "disk": tmp_path / "saves"}
 
     def offload(plan: Any, **options: Any) -> Any:

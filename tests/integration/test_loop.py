@@ -1,4 +1,6 @@
-"""What a training loop may do with gradients, losses and batches, bit for bit as under plain Lightning."""
+"""What a training loop may do with gradients, losses and batches, bit for bit as under plain
+Lightning.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Penalized(LitModel):
 
 
 class GradientPenalty(LitModel):
-    """Differentiates a gradient that went through the blocks: their weights are read once more, in another order."""
+    """Differentiates a gradient that went through the blocks: their weights are read once more, in
+    another order.
+    """
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         loss = super().loss(batch)
@@ -90,7 +94,9 @@ class OwnClipping(LitModel):
 
 
 class OwnOptimizerStep(LitModel):
-    """Steps every other batch, with a warm-up written by hand, as Lightning's documentation shows."""
+    """Steps every other batch, with a warm-up written by hand, as Lightning's documentation
+    shows.
+    """
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if batch_idx % 2 == 0:
@@ -144,7 +150,9 @@ def test_gradients_of_gradients_need_all_their_blocks_at_once(tmp_path: Path) ->
 
 
 class Aside(nn.Module):
-    """A block that hands a second tensor over by leaving it on the module, or by returning it in a dataclass."""
+    """A block that hands a second tensor over by leaving it on the module, or by returning it in a
+    dataclass.
+    """
 
     def __init__(self, returned: bool) -> None:
         super().__init__()
@@ -194,7 +202,9 @@ def test_a_backward_that_is_not_announced_is_an_error_not_a_wrong_gradient(kind:
 
 
 class Probing(LitModel):
-    """Runs a backward of its own inside of its step; Lightning drops its gradients before its own one."""
+    """Runs a backward of its own inside of its step; Lightning drops its gradients before its own
+    one.
+    """
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -1,4 +1,6 @@
-"""Manual optimization: one step per backward, with one optimizer and with several, equals plain Lightning bit for bit."""
+"""Manual optimization: one step per backward, with one optimizer and with several, equals plain
+Lightning bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ class AdversariesWithoutToggle(Adversaries):
 
 
 class AdversariesZeroedBefore(Adversaries):
-    """As most are written: the generator's backward adds to gradients that the critic's step has kept, until the next batch."""
+    """As most are written: the generator's backward adds to gradients that the critic's step has
+    kept, until the next batch.
+    """
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         (tokens,) = batch

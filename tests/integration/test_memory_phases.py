@@ -1,7 +1,9 @@
-"""The host budget is kept in every phase of a fit, in every precision: the high-water mark is read, and set back, phase by phase.
+"""The host budget is kept in every phase of a fit, in every precision: the high-water mark is read,
+and set back, phase by phase.
 
-What comes on top of the budget is one block, with its gradients and optimizer state, and what torch itself takes: the most that
-the same script has resident with one block of width 64 under plain Lightning.
+What comes on top of the budget is one block, with its gradients and optimizer state, and what torch
+itself takes: the most that the same script has resident with one block of width 64 under plain
+Lightning.
 """
 
 from __future__ import annotations
@@ -160,7 +162,8 @@ def torch_itself(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], in
     return of
 
 
-# Two of one precision stand beside each other, so that mostly one worker runs both and measures torch once.
+# Two of one precision stand beside each other, so that mostly one worker runs both and measures
+# torch once.
 @pytest.mark.parametrize(
     ("precision", "built_on"),
     [

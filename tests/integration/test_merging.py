@@ -1,4 +1,6 @@
-"""``export_weights(merge=...)``: the bits of PEFT's ``merge_and_unload()``, one layer at a time, from every kind of source."""
+"""``export_weights(merge=...)``: the bits of PEFT's ``merge_and_unload()``, one layer at a time,
+from every kind of source.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +207,9 @@ def test_layers_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=" and ".join)
 def test_a_copy_of_a_tied_weight_is_no_longer_tied(saved: list[str], tmp_path: Path) -> None:
-    """The other use of the weight keeps the base's values, and needs a name of its own in the result."""
+    """The other use of the weight keeps the base's values, and needs a name of its own in the
+    result.
+    """
     directory = llama.save(tmp_path / "weights", tied=True)
     module = trained(directory, lora(modules_to_save=saved), tmp_path, dtype=torch.float32)
     export_weights(module, tmp_path / "of model", module="model", merge=True)
@@ -232,7 +236,7 @@ def test_an_adapter_of_other_shapes_is_refused_by_name(change: str, tmp_path: Pa
         export_weights(directory, tmp_path / "out", merge=tmp_path / "adapter")
 
 
-# ---- in memory --------------------------------------------------------------------------------------------------------------
+# ---- in memory -----------------------------------------------------------------------------------
 
 
 def merging(kind: str, strategy: Any, root: Path, *, inside: bool) -> State:

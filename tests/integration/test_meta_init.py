@@ -1,4 +1,6 @@
-"""Models made on the meta device: their own ``reset_parameters`` give them content block by block, or they are refused by name."""
+"""Models made on the meta device: their own ``reset_parameters`` give them content block by block,
+or they are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Rotary(nn.Module):
 
 
 class Layer(nn.Module):
-    """A block that changes what its children set, and whose norm has buffers, one of them of integers."""
+    """A block that changes what its children set, and whose norm has buffers, one of them of
+    integers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +166,7 @@ def test_parts_with_content_keep_it(tmp_path: Path) -> None:
     assert all(torch.equal(a.weight, b) for a, b in zip(adapters, before, strict=True))
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 class Forgetful(nn.Module):
@@ -236,12 +240,14 @@ def test_a_refused_budget_leaves_it_on_the_meta_device_to_try_again(tmp_path: Pa
     assert_same(fit(module, hetero(), tmp_path), expected)
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, Outcome]:
-    """A plain checkpoint after two steps, with something in it that is not weights, and the run's outcome after four."""
+    """A plain checkpoint after two steps, with something in it that is not weights, and the run's
+    outcome after four.
+    """
     path = tmp_path / "plain.ckpt"
     trainer = quiet_trainer(strategy="auto", max_steps=2, default_root_dir=tmp_path, limit_val_batches=0)
     trainer.fit(Lit("cpu"), batches())

@@ -1,4 +1,6 @@
-"""Modules of every kind under the plans: attention, recurrence, convolution, other dtypes and memory formats, compiled models."""
+"""Modules of every kind under the plans: attention, recurrence, convolution, other dtypes and
+memory formats, compiled models.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Encoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose keys have another width, which gives it separate projections, and attention as usual."""
+    """Attention whose keys have another width, which gives it separate projections, and attention
+    as usual.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +64,9 @@ class Recurrent(nn.Module):
 
 
 class Convolutional(nn.Module):
-    """Convolutions in channels-last order, batch norm with running statistics, a transposed convolution."""
+    """Convolutions in channels-last order, batch norm with running statistics, a transposed
+    convolution.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +81,9 @@ class Convolutional(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Weights computed from other weights: weight and spectral norm, a module shared by two names, a sequence of scalars."""
+    """Weights computed from other weights: weight and spectral norm, a module shared by two names,
+    a sequence of scalars.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +101,9 @@ class Parametrized(nn.Module):
 
 
 class Nested(nn.Module):
-    """Blocks inside blocks, a block without parameters, a parameter without elements, keyword arguments, a dict as output."""
+    """Blocks inside blocks, a block without parameters, a parameter without elements, keyword
+    arguments, a dict as output.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""By name: ``lightning`` and ``pytorch_lightning``, the Trainer and LightningCLI, code and configuration."""
+"""By name: ``lightning`` and ``pytorch_lightning``, the Trainer and LightningCLI, code and
+configuration.
+"""
 
 from __future__ import annotations
 

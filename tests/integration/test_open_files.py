@@ -1,4 +1,6 @@
-"""Stores of many blocks: open files are counted before training, and the soft limit is raised to what they take."""
+"""Stores of many blocks: open files are counted before training, and the soft limit is raised to
+what they take.
+"""
 
 from __future__ import annotations
 

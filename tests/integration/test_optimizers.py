@@ -1,4 +1,6 @@
-"""Every optimizer of torch runs out of core by its own code; the bits and the state_dict stay those of plain Lightning."""
+"""Every optimizer of torch runs out of core by its own code; the bits and the state_dict stay those
+of plain Lightning.
+"""
 
 from __future__ import annotations
 

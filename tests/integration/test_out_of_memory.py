@@ -1,4 +1,6 @@
-"""A device whose memory is too small for a batch: the plan gives something up, the step begins again, and no bit is another."""
+"""A device whose memory is too small for a batch: the plan gives something up, the step begins
+again, and no bit is another.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ SHAPE = Shape(layers=6, dropout=0.2, counting=False)
 
 
 def needs(plan: Any, train: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Device memory that the plan needs before anybody knows of activations, and the most that those take."""
+    """Device memory that the plan needs before anybody knows of activations, and the most that
+    those take.
+    """
     with pytest.raises(OutOfMemoryBudgetError) as refusal:
         train(HeteroOffloadStrategy(plan, device=EmulatedDevice(memory="1B")))
     seen = [0]
@@ -122,7 +126,9 @@ def test_no_smaller_plan_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_wherever_it_happens_the_step_is_repeated(
     name: str, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What torch's allocator raises on the way through a step on streams; logs and metrics are the same too."""
+    """What torch's allocator raises on the way through a step on streams; logs and metrics are the
+    same too.
+    """
     recipe, plan, faults = FAULTS[name]
     plain: list[Any] = []
     expected = run(recipe, "auto", tmp_path, module_class=Failing, prepare=plain.append)
@@ -324,7 +330,9 @@ def test_a_step_whose_updates_have_begun_is_the_store_s_to_take_back(
 def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repeated(
     lost: int, fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody takes so much of the device before each batch; what is lost by little and little counts too."""
+    """Somebody takes so much of the device before each batch; what is lost by little and little
+    counts too.
+    """
     spare = itertools.count(1 << 30, -lost)
     monkeypatch.setattr(CudaLanes, "spare_bytes", lambda lanes: next(spare))
     recipe, waits = Recipe(shape=FOUR, steps=4), []

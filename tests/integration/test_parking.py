@@ -1,4 +1,6 @@
-"""After training, a model that does not fit its budget stays where it is, and everything goes on working."""
+"""After training, a model that does not fit its budget stays where it is, and everything goes on
+working.
+"""
 
 from __future__ import annotations
 
@@ -273,7 +275,9 @@ def test_transformers_saves_and_runs_a_model_that_stays_on_disk(shard_size: str,
 
 @pytest.mark.parametrize("new_run", [False, True])
 def test_kept_steps_of_a_parked_model_are_not_overwritten(new_run: bool, plan: Any, tmp_path: Path) -> None:
-    """The store is open, and has the model's weights: the kept step is refused to be lost, gone on from, or linked elsewhere."""
+    """The store is open, and has the model's weights: the kept step is refused to be lost, gone on
+    from, or linked elsewhere.
+    """
     store, module = tmp_path / "store", module_of(RECIPE)
     budget = smallest(plan, RECIPE, tmp_path)
     trainer = trainer_of(HeteroOffloadStrategy(plan, host_memory=budget, disk_path=store, new_run=new_run), tmp_path)

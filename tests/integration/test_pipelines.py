@@ -21,7 +21,9 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What six ranks and one process left; and of three and one that go on from a checkpoint of the six."""
+    """What six ranks and one process left; and of three and one that go on from a checkpoint of the
+    six.
+    """
     out = tmp_path_factory.mktemp("pipelines")
     with ThreadPoolExecutor() as pool:
         for run in [pool.submit(train, "pipelines", cwd=out, world=world) for world in (6, 1)]:
@@ -137,7 +139,9 @@ def test_with_local_first_every_rank_saves_its_layers(folder: Path, saved: Resul
 
 @pytest.mark.parametrize("name", ["layers", "equal", "shared", "shards"])
 def test_layers_continue_where_they_are_needed(name: str, folder: Path, alone: Results, saved: Results) -> None:
-    """Pipelines, data parallelism and a stage of two ranks go on from pipelines; one process, from stages of two ranks."""
+    """Pipelines, data parallelism and a stage of two ranks go on from pipelines; one process, from
+    stages of two ranks.
+    """
     world = 1 if name == "shards" else 3
     for rank in range(world):
         found = load(folder, f"resumed{world}-rank{rank}.pt")[name]

@@ -37,7 +37,9 @@ CAST_BYTES = 2 * 2 * 128 * 259  # of the two matrices of a block
 
 
 def plugins(precision: str) -> list[MixedPrecision]:
-    """16 bits under autocast, with a scaled loss for fp16, which Lightning itself refuses on a CPU."""
+    """16 bits under autocast, with a scaled loss for fp16, which Lightning itself refuses on a
+    CPU.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if precision == "16-mixed" else None
     return [MixedPrecision(precision, "cpu", scaler=scaler)]  # type: ignore[arg-type]
 
@@ -50,7 +52,7 @@ def train(strategy: HeteroOffloadStrategy, precision: str, folder: Path, *callba
     trainer.fit(LitModel(Recipe(shape=SHAPE)), data(STEPS))
 
 
-# ---- a device with memory of its own ------------------------------------------------------------------------------------------
+# ---- a device with memory of its own -------------------------------------------------------------
 
 
 class Peak(pl.Callback):
@@ -88,7 +90,8 @@ def test_a_device_holds_what_was_predicted(rule: str, precision: str, tmp_path: 
     assert plan is not None
     assert [b.cast_bytes for b in model.blocks if not b.pinned] == [CAST_BYTES] * SHAPE.layers
     predicted = plan.require_predicted().device_peak_bytes
-    # The emulated device's memory counts neither gradients, nor what is gone before a block's forward or backward ends.
+    # The emulated device's memory counts neither gradients, nor what is gone before a block's
+    # forward or backward ends.
     unseen = max(b.gradient_bytes for b in model.shape().blocks) * (2 if rule == "all leave" else SHAPE.layers)
     unseen += max(b.transient_bytes + b.cast_bytes for b in model.blocks)
     unseen += sum(b.activation_bytes for b in model.blocks if b.pinned)
@@ -108,7 +111,9 @@ class Adapted(LitModel):
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_casts_of_adapters_are_counted_where_they_live(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In host memory they stay until backward. On a device they go with the frozen weights of their block."""
+    """In host memory they stay until backward. On a device they go with the frozen weights of their
+    block.
+    """
 
     def planner(model: ModelProfile, hardware: HardwareProfile, **options: Any) -> Plan:
         cpu = replace(RULES["all leave"], weights=Tier.DISK)
@@ -129,7 +134,7 @@ def test_casts_of_adapters_are_counted_where_they_live(kind: str, tmp_path: Path
     assert [b.cast_bytes for b in frozen] == [CAST_BYTES + of_adapters * (kind == "device")] * SHAPE.layers
 
 
-# ---- the host -----------------------------------------------------------------------------------------------------------------
+# ---- the host ------------------------------------------------------------------------------------
 
 SIZE = Size(layers=8, width=512, heads=4, vocabulary=1024, context=8)
 MIB = 2**20
@@ -137,7 +142,9 @@ CASTS_OF_LAYER = 2 * 12 * SIZE.width**2
 
 
 class Forward(pl.Callback):
-    """What malloc gives out in a forward under the plan, and what is given back only in backward."""
+    """What malloc gives out in a forward under the plan, and what is given back only in
+    backward.
+    """
 
     def __init__(self) -> None:
         self.meter = heap_meter()

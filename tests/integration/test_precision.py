@@ -1,4 +1,6 @@
-"""16-bit training equals the resident reference that does the same casts: fp32 masters, or autocast over fp32 weights."""
+"""16-bit training equals the resident reference that does the same casts: fp32 masters, or autocast
+over fp32 weights.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,8 @@ def run_scaled(strategy: Any, folder: Path, factory: Any, clip: float | None = N
     return outcome(trainer, module)
 
 
-# A fused optimizer unscales gradients itself, so Lightning refuses to clip them; any other finds them unscaled.
+# A fused optimizer unscales gradients itself, so Lightning refuses to clip them; any other finds
+# them unscaled.
 @pytest.mark.parametrize(
     ("kind", "factory", "clip"),
     [*((kind, *row) for row in ((ADAMW, None), (SGD, None), (SGD, 0.3)) for kind in KINDS), ("device", ADAMW, None)],
@@ -144,7 +147,9 @@ class Clamped(LitModel):
 
 @pytest.mark.parametrize("kind", [*KINDS, "device", "device_resident"])
 def test_weights_written_after_a_step_are_the_master(kind: str, tmp_path: Path) -> None:
-    """Whoever reads the state sees what the next update would start from, so a checkpoint goes on as training would have."""
+    """Whoever reads the state sees what the next update would start from, so a checkpoint goes on
+    as training would have.
+    """
 
     def train(strategy: Any) -> Outcome:
         module = Clamped(recipe("bf16-true"))

@@ -1,4 +1,6 @@
-"""The first batches of a fit are profiled: real training steps, bit for bit, with time and memory that add up."""
+"""The first batches of a fit are profiled: real training steps, bit for bit, with time and memory
+that add up.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def steps(recipe: Recipe, num: int) -> Recipe:
 @pytest.mark.parametrize("tight", [False, True], ids=["in_memory", "on_disk"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_profiled_steps_are_real_steps(name: str, tight: bool, profiled: Profiled, tmp_path: Path) -> None:
-    """After one and four steps all is as plain Lightning leaves it: only profiled batches have run then."""
+    """After one and four steps all is as plain Lightning leaves it: only profiled batches have run
+    then.
+    """
     torch.manual_seed(0)
     for num in (1, 4):
         recipe = steps(RECIPES[name], num)

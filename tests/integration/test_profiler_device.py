@@ -1,4 +1,6 @@
-"""The first batches on a device with memory of its own: what is seen of them, whatever its type and its size."""
+"""The first batches on a device with memory of its own: what is seen of them, whatever its type and
+its size.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,7 @@ def test_each_kind_that_is_missing_is_named(kind: str, tmp_path: Path) -> None:
         check_activations(replace(profile, blocks=tuple(map(without, profile.blocks))))
 
 
-# ---- any plan, any memory ---------------------------------------------------------------------------------------------------
+# ---- any plan, any memory ------------------------------------------------------------------------
 
 
 SWAPS = {"up": Saved.SWAP_HOST, "gelu": Saved.SWAP_DISK, "norm": Saved.RECOMPUTE}

@@ -1,4 +1,6 @@
-"""Frozen weights of bitsandbytes under adapters: bit for bit as in plain Lightning, on every tier, after a kill, in checkpoints."""
+"""Frozen weights of bitsandbytes under adapters: bit for bit as in plain Lightning, on every tier,
+after a kill, in checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What lives on disk comes back at the end of a fit, and goes into a checkpoint, with several reads under way."""
+"""What lives on disk comes back at the end of a fit, and goes into a checkpoint, with several reads
+under way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``ckpt_path`` is a store: training goes on from its last step as if nothing had happened, bit for bit."""
+"""``ckpt_path`` is a store: training goes on from its last step as if nothing had happened, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ BORROWED = replace(RENEWED[2], name="model.blocks.1", weights=Tier.HOST, state=T
 def test_a_device_continues_while_a_step_is_kept(
     every: int, rows: tuple[BlockPlan, ...], tmp_path: Path, plain: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights on their way up and transfers to the disk are waited for by others: a record needs what it names to be under way."""
+    """Weights on their way up and transfers to the disk are waited for by others: a record needs
+    what it names to be under way.
+    """
     left: list[Op] = []
     handed, handover, work = Executor.handed, Executor.handover, EmulatedLanes._work
     may_go = threading.Event()  # uploads after an optimizer's step, once it is kept: however late that is
@@ -135,7 +139,9 @@ def test_it_continues_again_and_again(tmp_path: Path, plain: Outcome) -> None:
 
 
 def test_numbers_of_files_are_used_again(tmp_path: Path, plain: Outcome) -> None:
-    """A record has so many places: a store that moves with every resume must not run out of them."""
+    """A record has so many places: a store that moves with every resume must not run out of
+    them.
+    """
     store, largest = tmp_path / "store", list[int]()
     before: dict[str, Path] = {}
     for stop, plan in enumerate(("host", "disk", MIXED) * 3, 2):
@@ -218,7 +224,9 @@ def test_state_that_only_its_optimizer_knows_is_kept(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize(("first", "second"), [("disk", "disk"), ("disk", "host"), ("host", MIXED)])
 def test_state_keeps_the_memory_order_of_its_parameter(tmp_path: Path, first: Any, second: Any) -> None:
-    """Fused kernels go through a transposed parameter and its state as they lie in memory, whatever their strides."""
+    """Fused kernels go through a transposed parameter and its state as they lie in memory, whatever
+    their strides.
+    """
     fused = partial(torch.optim.AdamW, lr=3e-3, fused=True)
     recipe = Recipe(steps=6, optimizer=fused, precision="64-true", shape=Shape(odd=True))
     plain = train(tmp_path, "auto", recipe)
@@ -230,7 +238,9 @@ def test_state_keeps_the_memory_order_of_its_parameter(tmp_path: Path, first: An
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_step_is_one_record(tmp_path: Path, optimizer: str) -> None:
-    """A record in the middle of a step would stand for none: a run that is killed after it could not go on."""
+    """A record in the middle of a step would stand for none: a run that is killed after it could
+    not go on.
+    """
     records = []
     for steps in (2, 5):
         store = tmp_path / str(steps)
@@ -413,7 +423,9 @@ def test_weights_that_a_callback_changes_after_the_step_are_in_its_record(tmp_pa
 
 
 def test_averaging_of_weights_continues_within_an_epoch(tmp_path: Path) -> None:
-    """Its callback makes a scheduler as an epoch begins, which a resume within the epoch does not see begin."""
+    """Its callback makes a scheduler as an epoch begins, which a resume within the epoch does not
+    see begin.
+    """
 
     def fit(strategy: Any, *, stop: int | None = None, store: Path | None = None) -> Outcome | None:
         torch.manual_seed(7)

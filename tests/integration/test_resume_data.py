@@ -1,4 +1,6 @@
-"""A resume trains on the batches that the run would have had, however its data is loaded, and says where it cannot."""
+"""A resume trains on the batches that the run would have had, however its data is loaded, and says
+where it cannot.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_it_continues_with_the_same_batches(name: str, tmp_path: Path) -> None:
         check(killed(root, case, stops), plain)
 
 
-# ---- what is counted are the iterator's batches -----------------------------------------------------------------------------
+# ---- what is counted are the iterator's batches --------------------------------------------------
 
 
 class Saves(pl.Callback):
@@ -168,7 +170,7 @@ def test_batches_that_training_steps_take_by_themselves_are_counted(name: str, m
     check(killed(tmp_path, case, (2, 6), model=model), plain)
 
 
-# ---- what cannot be replayed is said ----------------------------------------------------------------------------------------
+# ---- what cannot be replayed is said -------------------------------------------------------------
 
 
 def test_batches_that_a_training_step_keeps_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,6 @@
-"""A store goes on with the optimizers that it was begun with: another class, variant or order is refused by name."""
+"""A store goes on with the optimizers that it was begun with: another class, variant or order is
+refused by name.
+"""
 
 from __future__ import annotations
 

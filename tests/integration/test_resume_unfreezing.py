@@ -1,4 +1,6 @@
-"""``ckpt_path`` is a store whose step was kept after callbacks had unfrozen layers: training goes on as if nothing had happened."""
+"""``ckpt_path`` is a store whose step was kept after callbacks had unfrozen layers: training goes
+on as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def backbone() -> pl.Callback:
 
 
 class ByHand(pl.Callback):
-    """Knows nothing of a resume: a group of frozen parameters joins as a fit starts; they are unfrozen, and drop out, later."""
+    """Knows nothing of a resume: a group of frozen parameters joins as a fit starts; they are
+    unfrozen, and drop out, later.
+    """
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         pl_module.model.blocks[0].requires_grad_(False).eval()
@@ -70,7 +74,9 @@ class ByHand(pl.Callback):
 
 
 class AsBatchEnds(pl.Callback):
-    """A group of frozen parameters joins in the last hook of a batch, so that its step is kept with that group."""
+    """A group of frozen parameters joins in the last hook of a batch, so that its step is kept with
+    that group.
+    """
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         pl_module.model.blocks.requires_grad_(False).eval()

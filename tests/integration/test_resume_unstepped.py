@@ -48,7 +48,9 @@ class Unused(LitModel):
 
 
 class Overflows(LitModel):
-    """The loss scale is so large that the first run overflows in every step, and the last one does not."""
+    """The loss scale is so large that the first run overflows in every step, and the last one does
+    not.
+    """
 
     def __init__(self) -> None:
         super().__init__(Recipe(shape=Shape(layers=3)))
@@ -101,7 +103,9 @@ def test_a_store_with_a_block_that_was_never_updated_is_resumed_again_and_again(
 
 
 def test_a_run_that_ended_before_any_step_was_kept_again_is_resumed_from_what_it_had_found(tmp_path: Path) -> None:
-    """A resume removes files of uncommitted blocks and makes new ones; the next resume finds these uncommitted again."""
+    """A resume removes files of uncommitted blocks and makes new ones; the next resume finds these
+    uncommitted again.
+    """
     store = tmp_path / "store"
     plain = fit(tmp_path, "auto", Frozen)
     fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store), Frozen, stop=3)

@@ -1,4 +1,6 @@
-"""Kept steps whose batches write blocks several times, or whose weights change while the last one is on its way to the disk."""
+"""Kept steps whose batches write blocks several times, or whose weights change while the last one
+is on its way to the disk.
+"""
 
 from __future__ import annotations
 

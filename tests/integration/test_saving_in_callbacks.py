@@ -1,4 +1,6 @@
-"""Files that user code writes while training goes on: the weights as they are then, under every plan, or a refusal by name."""
+"""Files that user code writes while training goes on: the weights as they are then, under every
+plan, or a refusal by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several optimizers on the parameters of one block: parts are cut by optimizer, and the bits stay those of plain Lightning."""
+"""Several optimizers on the parameters of one block: parts are cut by optimizer, and the bits stay
+those of plain Lightning.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ def test_a_checkpoint_is_plain_lightnings(kind: str, base: type[Several], tmp_pa
         assert_same(train(HeteroOffloadStrategy(kind), path)[1], expected)
 
 
-# ---- resume from the store --------------------------------------------------------------------------------------------------
+# ---- resume from the store -----------------------------------------------------------------------
 
 
 class Turns(ByTurns):
@@ -161,7 +163,7 @@ def test_a_record_that_names_no_optimizers_is_read(tmp_path: Path, monkeypatch: 
     assert_same(go(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), LitModel, store=store), after(expected, 3))
 
 
-# ---- what is refused, and what is cut late ----------------------------------------------------------------------------------
+# ---- what is refused, and what is cut late -------------------------------------------------------
 
 
 class OtherGroups(Together):
@@ -243,7 +245,9 @@ def test_verification_of_a_combined_optimizer_is_refused(tmp_path: Path) -> None
 
 
 class Unfreezes(pl.Callback):
-    """After two batches, gives the frozen matrices of a block to one optimizer, and its other parameters to the other."""
+    """After two batches, gives the frozen matrices of a block to one optimizer, and its other
+    parameters to the other.
+    """
 
     def __init__(self, to: Callable[[nn.Parameter], int]) -> None:
         self.to = to

@@ -1,4 +1,6 @@
-"""Every Python and shell snippet of the README and the documentation runs: see support/snippets.py."""
+"""Every Python and shell snippet of the README and the documentation runs: see
+support/snippets.py.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_python_of_two_processes(snippet: Snippet, folder: Path, monkeypatch: py
     start(script, cwd=folder, world=2)
 
 
-# ---- shell ------------------------------------------------------------------------------------------------------------------
+# ---- shell ---------------------------------------------------------------------------------------
 
 SHELL = [s for s in ALL if s.language in SHELLS and not s.reason]
 
@@ -84,7 +86,9 @@ CONFIG = {
 
 @pytest.fixture
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What commands read: a store, a checkpoint, tied weights, a config, a module; micro-benchmarks are short."""
+    """What commands read: a store, a checkpoint, tied weights, a config, a module; micro-benchmarks
+    are short.
+    """
     strategy: Any = HeteroOffloadStrategy(plan="disk", disk_path="store", verify_digests=True)
     trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=folder, limit_val_batches=0)
     trainer.fit(LitModel(Recipe(shape=Shape(tied=True))), batches())
@@ -113,7 +117,7 @@ def test_shell(page: str, trained: Path) -> None:
             invoke(*arguments, code=code)
 
 
-# ---- the lists --------------------------------------------------------------------------------------------------------------
+# ---- the lists -----------------------------------------------------------------------------------
 
 
 def test_snippets_that_do_not_run_are_listed_with_a_reason() -> None:

@@ -1,4 +1,6 @@
-"""Updates that run before the verdict: the bits are plain Lightning's whatever the verdict says, and the right thing was tried."""
+"""Updates that run before the verdict: the bits are plain Lightning's whatever the verdict says,
+and the right thing was tried.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_scaled_gradients_that_are_clipped_by_value_update_after_that(
 
 
 class Rescaling(Overflowing):
-    """Doubles the loss's scale between backward and the optimizer's step, which then divides by the new one."""
+    """Doubles the loss's scale between backward and the optimizer's step, which then divides by the
+    new one.
+    """
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         def closure() -> Any:
@@ -153,7 +157,9 @@ def test_what_awaits_its_verdict_when_a_batch_fails_is_discarded(verdicts: Count
 
 
 def test_step_times_decide_about_speculation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Half of the steps clip. By a clock on which discards are cheap they go on trying once that is known, else they wait."""
+    """Half of the steps clip. By a clock on which discards are cheap they go on trying once that is
+    known, else they wait.
+    """
     tried: list[bool] = []
     begin, verdict = Speculation.begin, Worth.verdict
 

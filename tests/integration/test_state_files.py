@@ -1,4 +1,6 @@
-"""A training state that is too large for a record has files of its own: such runs keep their steps like any other."""
+"""A training state that is too large for a record has files of its own: such runs keep their steps
+like any other.
+"""
 
 from __future__ import annotations
 

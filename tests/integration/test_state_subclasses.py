@@ -1,4 +1,6 @@
-"""Optimizer state in tensor subclasses, and of any dtype, goes to disk and comes back; 8-bit optimizers have such state."""
+"""Optimizer state in tensor subclasses, and of any dtype, goes to disk and comes back; 8-bit
+optimizers have such state.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SHAPE = Shape(half_frozen=True, tied=True)
 
 @pytest.fixture(autouse=True)
 def _known_to_load() -> Iterator[None]:
-    """``Coded`` is safe to load in these tests. What other packages have registered on import stays registered."""
+    """``Coded`` is safe to load in these tests. What other packages have registered on import stays
+    registered.
+    """
     with torch.serialization.safe_globals([Coded]):
         yield
 

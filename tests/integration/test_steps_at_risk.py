@@ -1,4 +1,6 @@
-"""How many steps that have ended a kill may lose, with a disk that is slower than training: at most the last one."""
+"""How many steps that have ended a kill may lose, with a disk that is slower than training: at most
+the last one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients that autograd adds up: counted before they come, and cached weights give way to them."""
+"""Gradients that autograd adds up: counted before they come, and cached weights give way to
+them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class LitTied(pl.LightningModule):
 def test_cached_weights_give_way_to_gradients_that_are_added_up(
     clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as are lacking, before the last block's backward; and the bits are those of plain Lightning."""
+    """As many as are lacking, before the last block's backward; and the bits are those of plain
+    Lightning.
+    """
     asked: list[int] = []
     left: list[list[int]] = []
     monkeypatch.setattr(gradient_room, "WORTH_IT", 1)

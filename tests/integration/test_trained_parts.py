@@ -1,4 +1,6 @@
-"""Blocks that are frozen but for few parameters: what moves in a step, what is refused, and stores of undivided blocks."""
+"""Blocks that are frozen but for few parameters: what moves in a step, what is refused, and stores
+of undivided blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def streams(**options: Any) -> Plan:
 
 
 class Watched(pl.Callback):
-    """The bytes that the engine has read and written when each step began, and the ops of the last one."""
+    """The bytes that the engine has read and written when each step began, and the ops of the last
+    one.
+    """
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -58,7 +62,9 @@ class Watched(pl.Callback):
 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_a_step_reads_frozen_weights_twice_and_writes_none(kept: int, tmp_path: Path) -> None:
-    """The cache keeps ``kept`` blocks where forward turns into backward, and backward into the next forward."""
+    """The cache keeps ``kept`` blocks where forward turns into backward, and backward into the next
+    forward.
+    """
     watched = Watched()
     strategy = HeteroOffloadStrategy(streams(host_cache_bytes=kept * FROZEN_BYTES), disk_path=tmp_path / "store", durability="none")
     run(RECIPE, strategy, tmp_path, callbacks=[watched])

@@ -1,4 +1,6 @@
-"""``verify=N``: steps that are right pass, in every mode and bitwise as without it; one wrong bit is found and named."""
+"""``verify=N``: steps that are right pass, in every mode and bitwise as without it; one wrong bit
+is found and named.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,7 @@ def test_distances_are_counted_in_numbers_of_the_dtype(a: float, b: float, dtype
     assert verification._ulp_distance(torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)) == distance
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_reference_that_memory_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
-"""pytest plugin that swaps the strategy `Trainer(strategy="auto")` chooses on one CPU device, and records what ran.
+"""pytest plugin that swaps the strategy `Trainer(strategy="auto")` chooses on one CPU device, and
+records what ran.
 
 Loaded by `run.py` with `-p plugin`. Environment variables:
 
-- `HETERO_SUITE_STRATEGY`: registry name of the strategy to use instead; `auto` records Lightning's own choice.
+- `HETERO_SUITE_STRATEGY`: registry name of the strategy to use instead; `auto` records Lightning's
+  own choice.
 - `HETERO_SUITE_RECORD`: path of the record, one JSON object a line for each finished test.
 - `HETERO_SUITE_ONLY`: optional path of a JSON list of test ids; every other test is deselected.
 
-Only the *default* choice is replaced: a test that names its strategy or mocks other hardware keeps it, because such a test
-is about that strategy. Tests that would start further processes are skipped: they are slow, and none uses one CPU device.
+Only the *default* choice is replaced: a test that names its strategy or mocks other hardware keeps
+it, because such a test is about that strategy. Tests that would start further processes are
+skipped: they are slow, and none uses one CPU device.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ RAN_TRAINER = "ran_default_trainer"  # user property of a test that ran a Traine
 
 
 class SwapDefaultStrategy:
-    """Replaces the default strategy and notes the tests that run a Trainer with it. Lives in the process that runs tests."""
+    """Replaces the default strategy and notes the tests that run a Trainer with it. Lives in the
+    process that runs tests.
+    """
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
@@ -66,7 +71,9 @@ class SwapDefaultStrategy:
 
 
 class Record:
-    """Appends one line per finished test. Lives in the process that collects reports (the controller under xdist)."""
+    """Appends one line per finished test. Lives in the process that collects reports (the
+    controller under xdist).
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

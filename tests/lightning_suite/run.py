@@ -1,10 +1,11 @@
 """Runs Lightning's own test-suite with the default strategy swapped, and compares two such runs.
 
-    python run.py run LIGHTNING_SOURCE --strategy auto --output baseline.json
-    python run.py run LIGHTNING_SOURCE --strategy hetero_offload --output swapped.json --only baseline.json
-    python run.py compare baseline.json swapped.json
+    python run.py run LIGHTNING_SOURCE --strategy auto --output baseline.json python run.py run
+    LIGHTNING_SOURCE --strategy hetero_offload --output swapped.json --only baseline.json python
+    run.py compare baseline.json swapped.json
 
-`LIGHTNING_SOURCE` is a checkout of Lightning at the tag of the installed version. See README.md beside this file.
+`LIGHTNING_SOURCE` is a checkout of Lightning at the tag of the installed version. See README.md
+beside this file.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def relevant(results: Mapping[str, Result]) -> list[str]:
 
 
 def reason_to_differ(test: str) -> str | None:
-    """Why a test must behave differently with our strategy, if `expected.json` (id prefix to reason) says that it does."""
+    """Why a test must behave differently with our strategy, if `expected.json` (id prefix to
+    reason) says that it does.
+    """
     reasons = json.loads(Path(__file__).with_name("expected.json").read_text())
     return next((reason for prefix, reason in reasons.items() if test.removeprefix("tests/").startswith(prefix)), None)
 
@@ -69,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Prints the tests of the baseline that behave differently with the other strategy; 1 if there are any."""
+    """Prints the tests of the baseline that behave differently with the other strategy; 1 if there
+    are any.
+    """
     baseline, swapped = load(args.baseline), load(args.swapped)
     expected = relevant(baseline)
     missing = [test for test in expected if test not in swapped]

@@ -1,4 +1,6 @@
-"""Random blocks under random policies on lanes that dawdle at random: losses and gradients have the bits of plain autograd."""
+"""Random blocks under random policies on lanes that dawdle at random: losses and gradients have the
+bits of plain autograd.
+"""
 
 from __future__ import annotations
 

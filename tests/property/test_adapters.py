@@ -1,4 +1,6 @@
-"""Adapters of PEFT train as in plain Lightning, bit for bit: random kinds, plans, precisions, and ends of processes."""
+"""Adapters of PEFT train as in plain Lightning, bit for bit: random kinds, plans, precisions, and
+ends of processes.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Frees(pl.Callback):
 
 
 class Masters(MasterWeightOptimizer):
-    """The reference for 16-bit weights. It has a master of each member; the state of those that trained counts."""
+    """The reference for 16-bit weights. It has a master of each member; the state of those that
+    trained counts.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         found = super().state_dict()

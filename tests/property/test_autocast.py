@@ -1,4 +1,6 @@
-"""Under autocast no plan changes a bit: random models, plans and options against plain Lightning."""
+"""Under autocast no plan changes a bit: random models, plans and options against plain
+Lightning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""On small models the joint planner finds a plan that is as fast as the fastest of all, which trying all of them gives."""
+"""On small models the joint planner finds a plan that is as fast as the fastest of all, which
+trying all of them gives.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from lightning_hetero.planners.holistic import plan
 WITHIN = 0.02
 MOST_GAP = 0.05  # at which a search may stop although there is more to try
 
-# Most cases have few plans, so that trying all of them takes a fraction of a second; benchmarks/planners.py has larger ones.
-# A third of each kind by default, all with HYPOTHESIS_PROFILE=deep.
+# Most cases have few plans, so that trying all of them takes a fraction of a second;
+# benchmarks/planners.py has larger ones. A third of each kind by default, all with
+# HYPOTHESIS_PROFILE=deep.
 EVERY = 1 if is_deep() else 3
 CASES = [*small_cases(38, 0, most_plans=1300), *small_cases(12, 1, most_plans=3500)][::EVERY]
 NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)][::EVERY]

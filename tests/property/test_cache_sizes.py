@@ -1,4 +1,6 @@
-"""Random plans on random machines: a plan whose caches fit does fit by the simulator's count; others are refused."""
+"""Random plans on random machines: a plan whose caches fit does fit by the simulator's count;
+others are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""On a device with memory of its own a plan never changes a bit either: random models, plans and options on an emulated one."""
+"""On a device with memory of its own a plan never changes a bit either: random models, plans and
+options on an emulated one.
+"""
 
 from __future__ import annotations
 

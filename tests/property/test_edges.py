@@ -1,6 +1,8 @@
-"""Every class of edges that lowering emits is there for a reason: a rule of the checker, or a run that goes wrong without it.
+"""Every class of edges that lowering emits is there for a reason: a rule of the checker, or a run
+that goes wrong without it.
 
-A class is what waits, and for which kind of op: ``UPDATE@cpu after GRAD@d2h``, ``anchor F carried UPDATE``.
+A class is what waits, and for which kind of op: ``UPDATE@cpu after GRAD@d2h``, ``anchor F carried
+UPDATE``.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def without(schedule: Schedule, left_out: str) -> Schedule:
     return replace(schedule, anchors=tuple(anchors), ops=tuple(ops))
 
 
-# ---- what the checker says --------------------------------------------------------------------------------------------------
+# ---- what the checker says -----------------------------------------------------------------------
 
 
 def _layer(name: str, num_params: int, *, pinned: bool = False) -> BlockShape:
@@ -106,7 +108,9 @@ def _lowered(plan: Plan, model: ModelShape, updates: Updates, *, on_device: bool
 
 
 def _order(schedule: Schedule) -> list[int]:
-    """For each op, and then for each anchor, all ops of the step that it comes after, as a bit set."""
+    """For each op, and then for each anchor, all ops of the step that it comes after, as a bit
+    set.
+    """
     behind: list[int] = []
     for op in schedule.ops:
         behind.append(1 << op.id | sum_of(behind, op.after))
@@ -172,7 +176,7 @@ def test_the_checker_refuses_a_schedule_without_any_class_of_edges(on_device: bo
     assert not {name for name, verdicts in found.items() if verdicts == {"implied"}}  # lowering emits no class for nothing
 
 
-# ---- what runs ----------------------------------------------------------------------------------------------------------------
+# ---- what runs -----------------------------------------------------------------------------------
 
 SLOW = 4e5  # bytes per second of the disk: transfers take longer than compute, so what does not wait for them meets the old bytes
 ON_DISK = BlockPlan(name="model.blocks.*", weights=Tier.DISK, state=Tier.DISK)
@@ -258,7 +262,9 @@ def test_without_a_class_of_edges_training_goes_wrong(
 
 @pytest.mark.parametrize("make", [_on_host, OF_DISK, BORROWED], ids=["host", "disk", "borrowed"])
 def test_with_all_edges_it_does_not(make: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedules are made anew here as well, so nothing but the missing edges makes training go wrong above."""
+    """The schedules are made anew here as well, so nothing but the missing edges makes training go
+    wrong above.
+    """
     monkeypatch.setattr(step, "lower", lambda *args, **kwargs: without(lower(*args, **kwargs), "no class of edges"))
     recipe = Recipe(shape=Shape(layers=5), steps=5)
     assert_same(_trained(make, recipe, tmp_path), _trained("auto", recipe, tmp_path))

@@ -1,4 +1,6 @@
-"""A plan never changes a bit: random models, plans and options against plain Lightning with ``AdamW(fused=True)``."""
+"""A plan never changes a bit: random models, plans and options against plain Lightning with
+``AdamW(fused=True)``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_plans_do_not_change_a_bit(backend: str, threads: int, recipe: Recipe, p
 
 
 def tight_budget(plan: Any, recipe: Recipe, folder: Path) -> int:
-    """The least that the refusal says is needed: weights on disk then come and go at every block."""
+    """The least that the refusal says is needed: weights on disk then come and go at every
+    block.
+    """
     from lightning_hetero.errors import OutOfMemoryBudgetError
 
     with pytest.raises(OutOfMemoryBudgetError) as refusal:

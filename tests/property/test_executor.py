@@ -1,4 +1,6 @@
-"""What the plan says is what runs: the executor's trace against the simulator's, and against the plan's own words."""
+"""What the plan says is what runs: the executor's trace against the simulator's, and against the
+plan's own words.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,9 @@ def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_d
 
 
 def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
-    """Weights on disk leave pageable memory; counted on the emulated link, which nobody waits for."""
+    """Weights on disk leave pageable memory; counted on the emulated link, which nobody waits
+    for.
+    """
     device = EmulatedDevice(memory="64MiB", h2d_bytes_per_s=4e9, h2d_pageable_bytes_per_s=1e9)
     host = BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU)
     plan = Plan(name="both", blocks=(replace(ON_DISK, name="model.blocks.0", update=UpdateLane.CPU), host), device_cache_bytes=0)

@@ -1,4 +1,6 @@
-"""Random models with frozen weights on random tiers, copied or read in place, changed or not: the bits of plain Lightning."""
+"""Random models with frozen weights on random tiers, copied or read in place, changed or not: the
+bits of plain Lightning.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The update kernels against torch's fused optimizers, bit by bit, on every instruction set of this machine.
+"""The update kernels against torch's fused optimizers, bit by bit, on every instruction set of this
+machine.
 
-The contraction of exp_avg_sq in torch's kernel is its compiler's choice, not its source's. So there are two checks: equality of
-all bits, which is what the library promises for the torch that it was developed with, and a bound in units in the last place,
-which must hold for any torch.
+The contraction of exp_avg_sq in torch's kernel is its compiler's choice, not its source's. So there
+are two checks: equality of all bits, which is what the library promises for the torch that it was
+developed with, and a bound in units in the last place, which must hold for any torch.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def models(draw: st.DrawFn, *, unpinned: int = 0) -> ModelShape:
 
 @st.composite
 def cases(draw: st.DrawFn, *, disk_only: bool = False, tight: bool = False) -> Case:
-    """``tight``: blocks on disk that do not fit memory together are used, so weights are fetched and released."""
+    """``tight``: blocks on disk that do not fit memory together are used, so weights are fetched
+    and released.
+    """
     disk_only, always = disk_only or tight, range(2 if tight else 0)
     model = draw(models(unpinned=len(always)))
     rows = []
@@ -159,7 +161,9 @@ def turned(items: Sequence[T]) -> st.SearchStrategy[list[T]]:
 
 
 def _order(schedule: Schedule) -> list[frozenset[int]]:
-    """What every op waits for, directly or not; that RELEASEs follow each other only serves the FETCHes behind them."""
+    """What every op waits for, directly or not; that RELEASEs follow each other only serves the
+    FETCHes behind them.
+    """
     reach: list[frozenset[int]] = []
     for op in schedule.ops:
         reach.append(frozenset(op.after).union(*(reach[i] for i in op.after)))
@@ -245,7 +249,8 @@ def test_a_removed_release_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = case.lower()
     releases = [op.id for op in schedule.ops if op.kind is OpKind.RELEASE]
     assume(releases)
-    # Either memory runs over, or the weights are in memory when they are fetched again or when the step ends.
+    # Either memory runs over, or the weights are in memory when they are fetched again or when the
+    # step ends.
     with pytest.raises(ScheduleError, match=r"capacity|resident|order"):
         case.check(_removed(schedule, data.draw(st.sampled_from(releases))))
 

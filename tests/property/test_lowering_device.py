@@ -1,4 +1,6 @@
-"""A device with memory of its own: every lowering keeps every invariant, really works, and every broken schedule is caught."""
+"""A device with memory of its own: every lowering keeps every invariant, really works, and every
+broken schedule is caught.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +207,7 @@ def test_steady_steps_begin_with_the_state_of_the_previous_step(data: st.DataObj
         assert (after.resident_before, after.device_before) == (before.resident_after, before.device_after)
 
 
-# ---- broken schedules -------------------------------------------------------------------------------------------------------
+# ---- broken schedules ----------------------------------------------------------------------------
 
 
 def _reach(schedule: Schedule) -> list[frozenset[int]]:
@@ -221,7 +223,9 @@ def _with_op(schedule: Schedule, op: Op) -> Schedule:
 
 
 def _removed(schedule: Schedule, index: int) -> Schedule:
-    """The schedule without one op: ids close up, and what waited for it waits for what it waited for."""
+    """The schedule without one op: ids close up, and what waited for it waits for what it waited
+    for.
+    """
 
     def moved(ids: tuple[int, ...]) -> tuple[int, ...]:
         bridged = {j for i in ids for j in (schedule.ops[i].after if i == index else (i,))}
@@ -246,7 +250,9 @@ def test_a_removed_op_is_caught(case: Case, data: st.DataObject) -> None:
 
 
 def _is_needed(schedule: Schedule, op: Op, edge: int) -> bool:
-    """Whether an edge is one that the op needs; that RELEASEs follow each other only serves the ops behind them."""
+    """Whether an edge is one that the op needs; that RELEASEs follow each other only serves the ops
+    behind them.
+    """
     other = schedule.ops[edge]
     return not (op.kind is other.kind is OpKind.RELEASE and op.block != other.block)
 

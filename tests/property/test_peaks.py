@@ -1,4 +1,6 @@
-"""Memory is as predicted: random plans on an emulated device, whose arena counts what is taken from it."""
+"""Memory is as predicted: random plans on an emulated device, whose arena counts what is taken from
+it.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +66,15 @@ def test_memory_is_as_predicted(plan: Plan) -> None:
     assert found is not None
     assert found.predicted is not None
     needs, predicted = needs_of(found, model, shared_memory=False), found.predicted.device_peak_bytes
-    # The arena sees neither gradients, nor what is gone before a block's forward or backward ends, nor what pinned blocks save.
+    # The arena sees neither gradients, nor what is gone before a block's forward or backward ends,
+    # nor what pinned blocks save.
     unseen = sum(b.gradient_bytes for b in model.shape().blocks) + max(b.transient_bytes for b in model.blocks)
     unseen += sum(b.activation_bytes for b in model.blocks if b.pinned)
     rounded = 2 * ALIGNMENT_BYTES * len(model.blocks)
     # What is on its way at the peak depends on whose turn it was.
     assert NEAR * (predicted - unseen) <= peaks.device_bytes <= predicted + rounded
     assert predicted <= total_bytes(needs.device) + sum(needs.device_caches)
-    # The session's account and the planners' differ by the process itself, and by how parts are padded: weights, gradients and
-    # both moments to pages, which shows where little is on the host.
+    # The session's account and the planners' differ by the process itself, and by how parts are
+    # padded: weights, gradients and both moments to pages, which shows where little is on the host.
     planned = total_bytes(needs.host) + max(needs.host_caches, default=0) - model.constant_host_bytes
     assert peaks.host_bytes == pytest.approx(planned, rel=0.03, abs=4 * PAGE)

@@ -1,4 +1,6 @@
-"""What one step costs in Python: calls of functions in files of the package, in the thread that trains."""
+"""What one step costs in Python: calls of functions in files of the package, in the thread that
+trains.
+"""
 
 from __future__ import annotations
 

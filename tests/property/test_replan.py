@@ -1,4 +1,6 @@
-"""Changing the plan between any two batches never changes a bit: random models, optimizers and sequences of plans."""
+"""Changing the plan between any two batches never changes a bit: random models, optimizers and
+sequences of plans.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ SEQUENCES = st.lists(st.one_of(st.none(), st.sampled_from(["resident", "host", "
 @given(recipe=RECIPES, first=st.sampled_from(["resident", "host", "disk"]), sequence=SEQUENCES)
 def test_changing_plans_between_batches_does_not_change_a_bit(recipe: Recipe, first: str, sequence: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # Plain Lightning is the reference in 32 bit; 16-bit weights have masters only here, so there it is one plan throughout.
+        # Plain Lightning is the reference in 32 bit; 16-bit weights have masters only here, so
+        # there it is one plan throughout.
         plain: Any = "auto" if recipe.precision == "32-true" else HeteroOffloadStrategy(plan="resident")
         expected = run(recipe, plain, Path(folder))
         got = run(recipe, HeteroOffloadStrategy(plan=first), Path(folder), callbacks=[Switches(list(sequence))])

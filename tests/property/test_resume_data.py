@@ -1,4 +1,6 @@
-"""A resume trains on the batches that the run would have had: random dataloaders, options of the Trainer, and ends of processes."""
+"""A resume trains on the batches that the run would have had: random dataloaders, options of the
+Trainer, and ends of processes.
+"""
 
 from __future__ import annotations
 

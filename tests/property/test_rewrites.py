@@ -1,4 +1,6 @@
-"""Wherever a batch that writes blocks several times breaks off, a resume finds the last kept step, bit for bit."""
+"""Wherever a batch that writes blocks several times breaks off, a resume finds the last kept step,
+bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Several optimizers share the parameters of a model out at random; no plan changes a bit of what they do."""
+"""Several optimizers share the parameters of a model out at random; no plan changes a bit of what
+they do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whatever the plan and the machine: links are not overdrawn, edges and orders are kept, bounds hold, tiers do not overflow."""
+"""Whatever the plan and the machine: links are not overdrawn, edges and orders are kept, bounds
+hold, tiers do not overflow.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ MIB = 2**20
 NEARLY = 1e-6  # relative; seconds are sums of many events
 
 
-# ---- links ----------------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 @given(
@@ -54,7 +56,7 @@ def test_shares_are_max_min_fair(flows: list[Flow], capacity: Mapping[str, float
             assert any(rate >= m * (1 - NEARLY) for m in most)
 
 
-# ---- cases ----------------------------------------------------------------------------------------------------------------
+# ---- cases ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +183,7 @@ def cases(draw: st.DrawFn, *, priority: bool | None = None, shared: bool | None 
     return Case(model=model, plan=plan, hardware=hardware, sizes=space, schedules=schedules)
 
 
-# ---- what holds for all ---------------------------------------------------------------------------------------------------
+# ---- what holds for all --------------------------------------------------------------------------
 
 
 @given(cases())
@@ -336,7 +338,9 @@ _RATES = [f.name for f in fields(HardwareProfile) if f.name.endswith("_per_s")]
 
 @given(st.data(), models())
 def test_a_chain_never_gets_slower_on_a_faster_machine(data: st.DataObject, model: ModelProfile) -> None:
-    """With a single block of a single chunk nothing overtakes anything; where nothing shares memory either, no rate can do harm."""
+    """With a single block of a single chunk nothing overtakes anything; where nothing shares memory
+    either, no rate can do harm.
+    """
     shared = data.draw(st.booleans())
     block = replace(model.blocks[0], num_params=MIB // 4, num_trainable_params=MIB // 4)
     model = replace(model, blocks=(block,))

@@ -1,4 +1,6 @@
-"""Updates before the verdict never change a bit: random models, plans, thresholds and overflows against plain Lightning."""
+"""Updates before the verdict never change a bit: random models, plans, thresholds and overflows
+against plain Lightning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rate of 0 says that the machine cannot do that work: plans that need it are no candidates, the others are."""
+"""A rate of 0 says that the machine cannot do that work: plans that need it are no candidates, the
+others are.
+"""
 
 from __future__ import annotations
 

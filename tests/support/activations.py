@@ -1,4 +1,6 @@
-"""Small models whose activations are kept, recomputed or swapped, and the driver that plays the runtime's part for them."""
+"""Small models whose activations are kept, recomputed or swapped, and the driver that plays the
+runtime's part for them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ HOPS = {
 
 
 class Layer(nn.Module):
-    """A transformer layer: norm, attention, dropout, an MLP whose ReLU works in place, residuals."""
+    """A transformer layer: norm, attention, dropout, an MLP whose ReLU works in place,
+    residuals.
+    """
 
     def __init__(self, width: int = 32, heads: int = 2, dropout: float = 0.1) -> None:
         super().__init__()
@@ -57,7 +61,8 @@ class Layer(nn.Module):
 
 
 class Driver:
-    """Plays the runtime: issues the hops of every use where a schedule would, one use ahead in backward.
+    """Plays the runtime: issues the hops of every use where a schedule would, one use ahead in
+    backward.
 
     Args:
         blocks: The blocks in forward order, by name.
@@ -287,7 +292,9 @@ def plain(net: nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[s
 
 
 def assert_same(net: nn.Module, driver: Driver, forward: Callable[[], Tensor], **options: Any) -> None:
-    """Two steps with the driver's hooks give the bits of one without; to be called before anything else has run."""
+    """Two steps with the driver's hooks give the bits of one without; to be called before anything
+    else has run.
+    """
     driver.detach()
     expected = plain(net, forward)
     driver.attach()

@@ -75,7 +75,9 @@ def fit(
 
 @dataclass
 class Budget(pl.Callback):
-    """What weights on disk may take in host memory after each step, what they take, and what everything may take."""
+    """What weights on disk may take in host memory after each step, what they take, and what
+    everything may take.
+    """
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -94,7 +96,9 @@ def frozen_of(module: Any) -> list[nn.Parameter]:
 
 @dataclass
 class Flips(pl.Callback):
-    """Sets frozen weights free in a hook before step ``at[0]``, freezes all blocks before ``at[1]``, sets free what was again."""
+    """Sets frozen weights free in a hook before step ``at[0]``, freezes all blocks before
+    ``at[1]``, sets free what was again.
+    """
 
     hook: str = "on_train_batch_start"
     at: tuple[int, ...] = (2, 4, 6)

@@ -1,6 +1,7 @@
 """Breaks one wait, event or mark of the product at a time, and what finds it.
 
-A break replaces a piece of one function's source. The functions that exist get the new code, so it holds for every caller.
+A break replaces a piece of one function's source. The functions that exist get the new code, so it
+holds for every caller.
 """
 
 from __future__ import annotations

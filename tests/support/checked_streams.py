@@ -1,4 +1,6 @@
-"""Streams that a checker follows: ``torch.cuda`` as far as the lanes use it, and the product's threads, buffers and tickets."""
+"""Streams that a checker follows: ``torch.cuda`` as far as the lanes use it, and the product's
+threads, buffers and tickets.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from support.checker import DEVICE, HOST, Checker, nobody
 from support.happens_before import Actor, Clock
 from support.streams import FakeCuda
 
-# ---- streams and events ----------------------------------------------------------------------------------------------
+# ---- streams and events --------------------------------------------------------------------------
 
 
 class _Event:
@@ -94,7 +96,7 @@ class CheckedCuda(FakeCuda):
             yield
 
 
-# ---- the product's own threads, buffers and tickets ------------------------------------------------------------------
+# ---- the product's own threads, buffers and tickets ----------------------------------------------
 
 
 class _Keep(list[Tensor]):
@@ -403,7 +405,9 @@ def _check_engine(checker: Checker, patch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def checking(*, prompt: bool = False) -> Iterator[Checker]:
-    """Inside, lanes over ``checker.cuda`` are checked. Raises what was found, whatever else was raised."""
+    """Inside, lanes over ``checker.cuda`` are checked. Raises what was found, whatever else was
+    raised.
+    """
     checker = Checker(prompt=prompt)
     checker.cuda = CheckedCuda(checker)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,11 +1,12 @@
-"""Checks that every use of memory by lanes, allocators, the engine and compute is ordered: see ``happens_before``.
+"""Checks that every use of memory by lanes, allocators, the engine and compute is ordered: see
+``happens_before``.
 
-What a stream is given is done at once, so results never depend on timing, and a wait that is missing
-changes none of them. Instead, clocks follow what *would* order the uses on a device. A stream comes
-after the host thread that gives it work, and after the events that it waits for. A host thread comes
-after a stream only where it waits for an event, or for a result: ``item()``, a copy that blocks.
-Threads come after each other by ops (submitted, returned), by buffers that go through a pool, and by
-tickets. Locks order nothing: which thread comes first is chance.
+What a stream is given is done at once, so results never depend on timing, and a wait that is
+missing changes none of them. Instead, clocks follow what *would* order the uses on a device. A
+stream comes after the host thread that gives it work, and after the events that it waits for. A
+host thread comes after a stream only where it waits for an event, or for a result: ``item()``, a
+copy that blocks. Threads come after each other by ops (submitted, returned), by buffers that go
+through a pool, and by tickets. Locks order nothing: which thread comes first is chance.
 
 Memory is the host's, the device's, or not known yet: tensors that torch makes are all in CPU memory
 here. These are the device's once they meet device memory in an operator or a lane copies them from
@@ -101,7 +102,7 @@ class Checker:
         if self.found:
             raise UnorderedError("\n".join([f"{len(self.found)} pairs of uses have no order:", *list(self.found)[:12]]))
 
-    # ---- who ---------------------------------------------------------------------------------------------------------
+    # ---- who -------------------------------------------------------------------------------------
 
     def host(self) -> Actor:
         """The calling thread."""
@@ -176,7 +177,7 @@ class Checker:
             host.join(clock)
         return self.prompt or all(host.clock.get(number, 0) >= time for number, time in clock.items())
 
-    # ---- where -------------------------------------------------------------------------------------------------------
+    # ---- where -----------------------------------------------------------------------------------
 
     def region(self, start: int, end: int, kind: str, *, made: Use | None = None, owner: Actor | None = None) -> _Region:
         """Memory that begins now."""
@@ -265,7 +266,7 @@ class Checker:
                     for number, time in clock.items():
                         region.let_go[number] = max(time, region.let_go.get(number, 0))
 
-    # ---- uses --------------------------------------------------------------------------------------------------------
+    # ---- uses ------------------------------------------------------------------------------------
 
     def _name(self, what: str) -> str:
         doing = getattr(self._local, "doing", None)
@@ -281,7 +282,9 @@ class Checker:
             self.memory.use(start, end, Use(actor, actor.clock[actor.number], self._name(what), writes), actor.clock)
 
     def use_on_stream(self, memory: Tensor, what: str) -> None:
-        """The allocator of the lanes' memory gives it out, or takes it back, in the current stream's order."""
+        """The allocator of the lanes' memory gives it out, or takes it back, in the current
+        stream's order.
+        """
         if memory.numel():
             stream = self.stream()
             self.give_work(stream)
@@ -318,7 +321,7 @@ class Checker:
             if on_stream and (name in _WAITING or (is_copy and blocks and mixed)):
                 host.join(stream.hand_on())
 
-    # ---- the engine --------------------------------------------------------------------------------------------------
+    # ---- the engine ------------------------------------------------------------------------------
 
     def task(self, native: NativePart, after: Iterable[Clock]) -> Actor:
         """The engine's queue of a part takes a task, which waits for these."""

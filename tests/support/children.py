@@ -1,4 +1,6 @@
-"""Children that kill themselves: forked from a process that has imported everything, since that takes longer than they live."""
+"""Children that kill themselves: forked from a process that has imported everything, since that
+takes longer than they live.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def in_child(call: Callable[[], object]) -> bool:
 def around(
     owner: Any, name: str, *, before: Callable[..., object] = lambda *_: None, after: Callable[..., object] = lambda *_: None
 ) -> None:
-    """Has a function of a class or a module call others before and after itself, with its arguments."""
+    """Has a function of a class or a module call others before and after itself, with its
+    arguments.
+    """
     original = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""An optimizer whose state is as that of 8-bit optimizers: tensor subclasses, and tensors that are not floating."""
+"""An optimizer whose state is as that of 8-bit optimizers: tensor subclasses, and tensors that are
+not floating.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 
 class Coded(Tensor):
-    """A tensor of codes and scales that looks like a floating one; others may be inside it in turn."""
+    """A tensor of codes and scales that looks like a floating one; others may be inside it in
+    turn.
+    """
 
     codes: Any
     scale: Tensor

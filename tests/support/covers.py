@@ -21,7 +21,8 @@ def is_deep() -> bool:
 def paired(
     rows: Iterable[T], options: Callable[[T], Sequence[Hashable]], also: Callable[[T], Iterable[Hashable]] = lambda _: ()
 ) -> list[T]:
-    """Some of the rows that have every two options together that any row has; all of them in the deep profile.
+    """Some of the rows that have every two options together that any row has; all of them in the
+    deep profile.
 
     ``options`` gives a row's options, one of each kind; ``also``, what else of any row they have.
     """

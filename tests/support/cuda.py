@@ -1,4 +1,6 @@
-"""A GPU that is not there: Lightning's accelerator and the strategy's device, with streams that are threads over CPU tensors."""
+"""A GPU that is not there: Lightning's accelerator and the strategy's device, with streams that are
+threads over CPU tensors.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class StandIn(Accelerator):
 
 
 def standing_in(fake: FakeCuda, usable_bytes: int) -> Any:
-    """What takes the place of ``CudaDevice.of``: CPU memory of this size, with the fake's streams."""
+    """What takes the place of ``CudaDevice.of``: CPU memory of this size, with the fake's
+    streams.
+    """
 
     def of(device: torch.device, budget_bytes: int | None) -> CudaDevice:
         assert device == torch.device("cuda", 0)

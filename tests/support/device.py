@@ -1,4 +1,6 @@
-"""A model's blocks over the native engine, and an emulated device beside them: what tests of ``runtime.device`` need."""
+"""A model's blocks over the native engine, and an emulated device beside them: what tests of
+``runtime.device`` need.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def run(lanes: Lanes, lane: Lane, function: Callable[[], Any], after: Sequence[E
 
 @contextmanager
 def emulated(memory: str | int = "1MiB", *, seed: int | None = 0) -> Iterator[EmulatedLanes]:
-    """A device whose freed, early and late memory reads as NaN, and whose ops are late at random."""
+    """A device whose freed, early and late memory reads as NaN, and whose ops are late at
+    random.
+    """
     lanes = EmulatedLanes(EmulatedDevice(memory=memory, seed=seed), poison=True)
     try:
         yield lanes
@@ -130,7 +134,9 @@ class Fleeting(dict[Any, Any]):
 
 
 def give_gradients(params: Iterable[nn.Parameter], seed: int, *, scale: float = 1.0) -> None:
-    """The same random gradients for models of the same shape, in each parameter's dtype and memory order."""
+    """The same random gradients for models of the same shape, in each parameter's dtype and memory
+    order.
+    """
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         values = torch.randn(param.shape, generator=generator) * scale

@@ -34,7 +34,8 @@ def python_calls(work: Callable[[], object]) -> int:
 
 
 def remember_entry_points() -> None:
-    """Every Trainer reads the entry points of all installed packages, and nothing is installed meanwhile: they are read once.
+    """Every Trainer reads the entry points of all installed packages, and nothing is installed
+    meanwhile: they are read once.
 
     Called before Lightning is imported.
     """
@@ -45,7 +46,9 @@ SIMULATIONS = 24  # of one search; by default it takes up to 300, and most of th
 
 
 def limit_search() -> None:
-    """The planner's search takes a fixed number of simulations, however long they take: plans are the same on every machine."""
+    """The planner's search takes a fixed number of simulations, however long they take: plans are
+    the same on every machine.
+    """
     from lightning_hetero.planners import holistic
 
     assert holistic.plan.__kwdefaults__ is not None

@@ -1,7 +1,8 @@
 """Everything that is parsed without trust: what reads it, and whole examples to begin from.
 
-A reader returns or raises one of this package's errors. Anything else, and any touch of memory that is not its own, is a fault.
-``tests/faults/test_fuzzing.py`` mutates the examples in every test run; ``tests/fuzz/python.py`` lets atheris do it by coverage.
+A reader returns or raises one of this package's errors. Anything else, and any touch of memory that
+is not its own, is a fault. ``tests/faults/test_fuzzing.py`` mutates the examples in every test run;
+``tests/fuzz/python.py`` lets atheris do it by coverage.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def by_path(read: Callable[[str], object]) -> Callable[[bytes], object]:
     return call
 
 
-# ---- JSON files -------------------------------------------------------------------------------------------------------------
+# ---- JSON files ----------------------------------------------------------------------------------
 
 
 def plans() -> list[bytes]:
@@ -146,7 +147,7 @@ def read_index(data: bytes) -> object:
     return WeightFiles.open(folder)
 
 
-# ---- a store ----------------------------------------------------------------------------------------------------------------
+# ---- a store -------------------------------------------------------------------------------------
 
 GEOMETRY = PartGeometry(
     id=0, weight_dtype=_native.F32, num_elements=8192, num_state=2, weights_on_disk_file=True, state_on_disk_file=True,
@@ -234,7 +235,9 @@ _RECORD_CRC, _STAMP_CRC = 52, 60
 
 
 def ring(data: bytes) -> None:
-    """One record of the ring; where the first byte is odd its checksum is made right, or nothing behind it would be reached."""
+    """One record of the ring; where the first byte is odd its checksum is made right, or nothing
+    behind it would be reached.
+    """
     length = len((_store() / "COMMIT").read_bytes()) // 16
     content = bytearray(data[1 : length + 1].ljust(length, b"\0"))
     if data[:1] and data[0] & 1:

@@ -1,11 +1,12 @@
-"""Vector clocks, and memory that remembers who used it: finds uses that nothing orders, whatever the timing.
+"""Vector clocks, and memory that remembers who used it: finds uses that nothing orders, whatever
+the timing.
 
 An *actor* does one thing after the other: a host thread, a stream, the native engine's queue of one
 part. It hands its clock on as it wakes or allows somebody: who *joins* that clock comes after
 everything that the actor did before. Two uses of the same bytes by different actors, of which at
-least one writes, conflict unless the later one's clock has the earlier one. Sources: Lamport, "Time,
-Clocks, and the Ordering of Events in a Distributed System" (1978); the epochs are those of Flanagan
-and Freund, "FastTrack" (2009).
+least one writes, conflict unless the later one's clock has the earlier one. Sources: Lamport,
+"Time, Clocks, and the Ordering of Events in a Distributed System" (1978); the epochs are those of
+Flanagan and Freund, "FastTrack" (2009).
 """
 
 from __future__ import annotations

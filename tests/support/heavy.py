@@ -1,4 +1,6 @@
-"""A training whose state beside weights and optimizer is large: a callback, a datamodule and buffers."""
+"""A training whose state beside weights and optimizer is large: a callback, a datamodule and
+buffers.
+"""
 
 from __future__ import annotations
 

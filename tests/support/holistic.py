@@ -17,7 +17,9 @@ DEVICE = (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
 def block_of(
     name: str, *, params: int = 10 * MB, pinned: bool = False, forward_s: float = 0.01, saved: int = 100 * MB
 ) -> BlockProfile:
-    """Half of what it saves is the output of one operator that is cheap to repeat, four tenths that of a dear one."""
+    """Half of what it saves is the output of one operator that is cheap to repeat, four tenths that
+    of a dear one.
+    """
     return BlockProfile(
         name=name,
         num_params=params,

@@ -21,7 +21,9 @@ KINDS = ("inline", "emulated", "streams")
 
 @contextmanager
 def lanes_of(kind: str) -> Iterator[None]:
-    """Devices with memory of their own have lanes of this kind: streams are stood in for by threads."""
+    """Devices with memory of their own have lanes of this kind: streams are stood in for by
+    threads.
+    """
     made: list[FakeCuda] = []
 
     def inline(device: EmulatedDevice, *, poison: bool) -> Lanes:
@@ -42,7 +44,9 @@ def lanes_of(kind: str) -> Iterator[None]:
 
 @contextmanager
 def answering_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors of the emulated device say that they are on ``cuda``: whoever asks for those of the CPU finds none."""
+    """Tensors of the emulated device say that they are on ``cuda``: whoever asks for those of the
+    CPU finds none.
+    """
     real = names.has_storage
 
     def has_storage(leaf: object, device_type: str) -> bool:

@@ -71,7 +71,8 @@ def threads() -> set[str]:
 
 
 class Program:
-    """Ops at random on some buffers of host and device, with the edges that their uses of the buffers need.
+    """Ops at random on some buffers of host and device, with the edges that their uses of the
+    buffers need.
 
     Args:
         lanes: Where it runs.
@@ -105,7 +106,9 @@ class Program:
             self.random.choice(steps)(number, *(self.random.randrange(self.NUM_BUFFERS) for _ in range(3)))
 
     def run_uploads_last(self, num_ops: int) -> None:
-        """What uploads only edges would put into its place comes after everything else, whatever the machine is busy with."""
+        """What uploads only edges would put into its place comes after everything else, whatever
+        the machine is busy with.
+        """
         gate = threading.Event()
         self.lanes.submit(op(num_ops, Lane.H2D), doing(lambda: gate.wait(PATIENCE_S)), [])
         self.run(num_ops)

@@ -21,7 +21,9 @@ from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, FakeTicket, Program, 
 
 
 class LanesContract:
-    """Tests of :class:`~lightning_hetero.runtime.lanes.Lanes`. A subclass provides the fixture ``lanes``."""
+    """Tests of :class:`~lightning_hetero.runtime.lanes.Lanes`. A subclass provides the fixture
+    ``lanes``.
+    """
 
     overlaps = True  # lanes run beside the calling thread
     on_host = True  # an op's copies are over when `run` returns
@@ -39,7 +41,7 @@ class LanesContract:
         yield gate
         gate.set()
 
-    # ---- order ------------------------------------------------------------------------------------------------------------
+    # ---- order -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("seed", range(6))
     def test_programs_give_the_results_of_sequential_execution(self, lanes: Lanes, seed: int) -> None:
@@ -100,12 +102,13 @@ class LanesContract:
         one, two = first.times(), second.times()
         assert one is not None
         assert two is not None
-        # The device has its own clock; what it shows as times begin to be taken was read at some moment of these.
+        # The device has its own clock; what it shows as times begin to be taken was read at some
+        # moment of these.
         slack = 0.0 if self.on_host else 0.05 + before - started
         assert before - slack <= one[0] <= one[1] <= two[0] + slack
         assert two[0] <= two[1] <= time.monotonic()
 
-    # ---- tickets ----------------------------------------------------------------------------------------------------------
+    # ---- tickets ---------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         ("kind", "what"),
@@ -145,7 +148,7 @@ class LanesContract:
         with pytest.raises(StoreError):
             fetch.done()
 
-    # ---- errors and the end -----------------------------------------------------------------------------------------------
+    # ---- errors and the end ----------------------------------------------------------------------
 
     @pytest.mark.parametrize("lane", [*LANES, Lane.COMPUTE])
     def test_errors_reach_only_dependent_ops(self, lanes: Lanes, lane: Lane) -> None:
@@ -247,7 +250,7 @@ class LanesContract:
         lanes.close()
         assert not threads()
 
-    # ---- copies and memory ------------------------------------------------------------------------------------------------
+    # ---- copies and memory -----------------------------------------------------------------------
 
     @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,6 @@
-"""A small Llama of Hugging Face as a LightningModule, from its constructor or from a directory of safetensors."""
+"""A small Llama of Hugging Face as a LightningModule, from its constructor or from a directory of
+safetensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ways to load data that a resume could get wrong, and a model that notes what it was trained on."""
+"""Ways to load data that a resume could get wrong, and a model that notes what it was trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +157,9 @@ class Positioned(IterableDataset[Tensor]):
 
 
 class Stateful(DataLoader[Any]):
-    """Goes on from its ``state_dict`` with the next ``iter``, as torchdata's StatefulDataLoader does."""
+    """Goes on from its ``state_dict`` with the next ``iter``, as torchdata's StatefulDataLoader
+    does.
+    """
 
     def __init__(self, *, sized: bool = True) -> None:
         super().__init__(Rows(), batch_size=2)
@@ -233,7 +237,9 @@ class Case:
 
 
 class Tells(LitModel):
-    """Trains on whatever it gets, and notes what it was; draws random numbers where a resume could lose them."""
+    """Trains on whatever it gets, and notes what it was; draws random numbers where a resume could
+    lose them.
+    """
 
     def __init__(self) -> None:
         super().__init__(RECIPE)

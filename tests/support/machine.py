@@ -1,10 +1,13 @@
-"""A machine that runs schedules for a device with memory of its own, in any order that they allow, and watches what happens.
+"""A machine that runs schedules for a device with memory of its own, in any order that they allow,
+and watches what happens.
 
-Each op starts at some moment after what it waits for and ends at some later one. Meanwhile it reads some places and writes others;
-a place that is written while another op is at it, or a version of weights, state or gradients that is not the expected one, is a
-failure. Lanes are *not* in order here, but for compute: edges alone must keep everything apart.
+Each op starts at some moment after what it waits for and ends at some later one. Meanwhile it reads
+some places and writes others; a place that is written while another op is at it, or a version of
+weights, state or gradients that is not the expected one, is a failure. Lanes are *not* in order
+here, but for compute: edges alone must keep everything apart.
 
-A verdict that discards waits for the updates that were tried, and takes back what they have done: weights that a file has are lost.
+A verdict that discards waits for the updates that were tried, and takes back what they have done:
+weights that a file has are lost.
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ class Machine:
                 self.pending.remove(run)
                 index += index < len(self.compute) and run is self.compute[index]
 
-    # ---- what waits for what --------------------------------------------------------------------------------------------------
+    # ---- what waits for what ---------------------------------------------------------------------
 
     def _program(self, number: int, schedule: Schedule) -> None:
         runs: dict[int, Run] = {}
@@ -135,7 +138,9 @@ class Machine:
 
     @staticmethod
     def _use_of(op: Op, schedule: Schedule, uses: dict[int, list[int]]) -> int:
-        """The use whose activations an op moves: the latest one of the block that has not yet taken that hop."""
+        """The use whose activations an op moves: the latest one of the block that has not yet taken
+        that hop.
+        """
         hop = hash((op.kind, op.lane))
         taken = uses.setdefault(hop, [])
         order = schedule.signature.order
@@ -143,7 +148,7 @@ class Machine:
         taken.append(use)
         return use
 
-    # ---- what ops do ------------------------------------------------------------------------------------------------------------
+    # ---- what ops do -----------------------------------------------------------------------------
 
     def _start(self, run: Run) -> None:
         run.started = True
@@ -324,7 +329,7 @@ class Machine:
                 self.value["activations", "device", *u] = self.value.pop(("activations", "host", *u))
                 self._memory(host=-op.num_bytes)
 
-    # ---- compute and updates ----------------------------------------------------------------------------------------------------
+    # ---- compute and updates ---------------------------------------------------------------------
 
     def _compute_starts(self, run: Run, anchor: Anchor) -> None:
         b, block = anchor.block, self.model.blocks[anchor.block]

@@ -1,4 +1,6 @@
-"""Small models with everything that a partition can trip over, and a run of them under any strategy."""
+"""Small models with everything that a partition can trip over, and a run of them under any
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +206,9 @@ _MOST_PLAIN = 32  # outcomes; tests of one recipe follow each other
 
 
 def once(key: Hashable, train: Callable[[], Outcome]) -> Outcome:
-    """What plain Lightning leaves, which many plans are compared with: trained once, while the key is the same."""
+    """What plain Lightning leaves, which many plans are compared with: trained once, while the key
+    is the same.
+    """
     if key not in _plain:
         _plain[key] = train()
         if len(_plain) > _MOST_PLAIN:
@@ -222,7 +226,9 @@ def run(
     module_class: type[LitModel] = LitModel,
     **options: Any,
 ) -> Outcome:
-    """Trains the recipe's model from one seed; under plain Lightning without further options only :func:`once`."""
+    """Trains the recipe's model from one seed; under plain Lightning without further options only
+    :func:`once`.
+    """
     if strategy == "auto" and prepare is None and not options:
         key = (recipe, module_class, torch.get_num_threads(), torch.get_default_dtype())
         return once(key, partial(_run, recipe, strategy, tmp_path, module_class=module_class))

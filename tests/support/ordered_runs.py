@@ -122,7 +122,9 @@ def an_early_end() -> None:
 
 
 def other_memory() -> None:
-    """Other memory is set aside behind an op that nobody has waited for, and no edge orders the next one."""
+    """Other memory is set aside behind an op that nobody has waited for, and no edge orders the
+    next one.
+    """
     with checked_lanes() as (lanes, _):
         source = lanes.host_buffer(512).fill_(1)
 

@@ -44,7 +44,9 @@ FAULTS: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
 
 
 class Once(LitModel):
-    """Notes the loss of a batch once, however often its step begins again; metrics and logs do by themselves."""
+    """Notes the loss of a batch once, however often its step begins again; metrics and logs do by
+    themselves.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -65,7 +67,9 @@ class Once(LitModel):
 
 
 class Failing(Once):
-    """Runs out of memory in the batches, at the places and in the blocks that ``faults`` says, one after the other."""
+    """Runs out of memory in the batches, at the places and in the blocks that ``faults`` says, one
+    after the other.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

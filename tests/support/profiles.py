@@ -44,7 +44,9 @@ def block_profiles(draw: st.DrawFn, name: str, *, pinned: bool = False) -> Block
 
 
 def divided(layer: BlockProfile, percent: int) -> tuple[BlockProfile, BlockProfile]:
-    """A frozen layer behind a part of it that trains: so many parameters, in percent of the layer's."""
+    """A frozen layer behind a part of it that trains: so many parameters, in percent of the
+    layer's.
+    """
     params = layer.num_params * percent // 100
     part = BlockProfile(
         name=f"{layer.name}{TRAINED}", num_params=params, num_trainable_params=params, forward_s=0.0, backward_s=0.0,

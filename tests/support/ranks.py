@@ -17,14 +17,17 @@ SCRIPT = Path(__file__).with_name("train.py")
 
 
 def train(scenario: str, *arguments: str | Path, cwd: Path, world: int, **options: Any) -> list[str]:
-    """Runs a scenario of :mod:`support.training` on as many ranks, with ``cwd`` as its folder; options as for :func:`start`."""
+    """Runs a scenario of :mod:`support.training` on as many ranks, with ``cwd`` as its folder;
+    options as for :func:`start`.
+    """
     return start(SCRIPT, scenario, cwd, *arguments, cwd=cwd, world=world, **options)
 
 
 def start(
     script: Path, *arguments: str | Path, cwd: Path, world: int, nodes: Sequence[str] = (), killed: int | None = None
 ) -> list[str]:
-    """Runs a script on as many ranks: the output of each. Fails with that of the first one that does, but for one to be killed.
+    """Runs a script on as many ranks: the output of each. Fails with that of the first one that
+    does, but for one to be killed.
 
     With ``nodes``, each rank's, as torchrun starts them, however many a node has.
     """

@@ -28,7 +28,9 @@ SHAPES = st.builds(
 
 
 def few_layers(**options: Any) -> st.SearchStrategy[Shape]:
-    """Models that a resume or a new plan may go through in a property; further options of :class:`Shape`."""
+    """Models that a resume or a new plan may go through in a property; further options of
+    :class:`Shape`.
+    """
     return st.builds(
         Shape,
         layers=st.integers(2, 3),

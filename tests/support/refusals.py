@@ -40,7 +40,9 @@ def tree(root: Path) -> dict[str, int]:
 def refused(
     error: type[Exception], words: list[str], root: Path, module: LitModel | None = None, *, plan: Any = "disk", **options: Any
 ) -> None:
-    """Trains and expects the refusal, with every one of ``words`` in its text; nothing may have been left below ``root``."""
+    """Trains and expects the refusal, with every one of ``words`` in its text; nothing may have
+    been left below ``root``.
+    """
     before = tree(root)
     with pytest.raises(error) as caught:
         fit(module or new_module(), root, HeteroOffloadStrategy(plan=plan, **options))

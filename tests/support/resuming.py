@@ -70,7 +70,9 @@ def _train(
 
 
 def fitted(trainer: pl.Trainer, module: LitModel, *loaders: Any, store: Path | None = None) -> Outcome:
-    """The outcome of a fit, from the beginning or from ``store``. If :class:`EndsAt` ends it, the losses until then."""
+    """The outcome of a fit, from the beginning or from ``store``. If :class:`EndsAt` ends it, the
+    losses until then.
+    """
     ends = any(isinstance(callback, EndsAt) for callback in trainer.callbacks)
     with pytest.raises(Ends) if ends else nullcontext():
         trainer.fit(module, *loaders, ckpt_path=None if store is None else str(store))

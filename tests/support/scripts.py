@@ -1,4 +1,6 @@
-"""Scripts as ``python SCRIPT`` runs them, in processes that have imported Lightning already: it takes longer than most scripts."""
+"""Scripts as ``python SCRIPT`` runs them, in processes that have imported Lightning already: it
+takes longer than most scripts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def run_script(
 
 
 def output_of(script: Path, *arguments: str | Path, cwd: Path, **options: Any) -> str:
-    """What a script prints; the test fails with the end of that if the script does. Options are those of :func:`run_script`."""
+    """What a script prints; the test fails with the end of that if the script does. Options are
+    those of :func:`run_script`.
+    """
     done = run_script(script, *arguments, cwd=cwd, **options)
     assert done.returncode == 0, f"{done.args} failed:\n{done.stdout[-3000:]}\n{done.stderr[-12000:]}"
     return done.stdout

@@ -1,4 +1,6 @@
-"""Tiny steps whose times and bytes are worked out by hand: blocks with a forward of 1 s and a backward of 2 s."""
+"""Tiny steps whose times and bytes are worked out by hand: blocks with a forward of 1 s and a
+backward of 2 s.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ MIB = 2**20
 UPDATE_0, UPDATE_1 = ((OpKind.UPDATE, 0),), ((OpKind.UPDATE, 1),)
 
 
-# Updates: 10 parameters a second on the CPU, 20 on the device. Links: 10 bytes a second each way. Memory never binds.
+# Updates: 10 parameters a second on the CPU, 20 on the device. Links: 10 bytes a second each way.
+# Memory never binds.
 GPU = HardwareProfile(
     name="gpu", device_memory_bytes=1000, host_memory_bytes=1000, disk_capacity_bytes=1000, device_flop_per_s=1.0,
     link_h2d_bytes_per_s=10.0, link_d2h_bytes_per_s=10.0, disk_read_bytes_per_s=3.0 * MIB, disk_write_bytes_per_s=3.0 * MIB,
@@ -73,7 +76,9 @@ def schedule_of(
     waits: dict[str, dict[str, object]] | None = None,
     resident: frozenset[int] = frozenset(),
 ) -> Schedule:
-    """A step over ``num_blocks`` blocks; ``waits`` gives anchors, by their text, their ``needs`` and ``carried``."""
+    """A step over ``num_blocks`` blocks; ``waits`` gives anchors, by their text, their ``needs``
+    and ``carried``.
+    """
     order = range(num_blocks)
     rows = [(Phase.FORWARD, b) for b in order] + [(Phase.BACKWARD, b) for b in reversed(order)] + [(Phase.VERDICT, NO_BLOCK)]
     anchors = [Anchor(phase=phase, block=block) for phase, block in rows]
@@ -116,7 +121,8 @@ def upload_schedule() -> Schedule:
     return schedule_of(2, ops, waits={"F:0": {"needs": (0,)}, "F:1": {"needs": (1,)}})
 
 
-# fp32: 9 MiB in state and weights of 0.75 Mi parameters; 3 pieces of 3 MiB, a second each. Their update is 1 s a piece.
+# fp32: 9 MiB in state and weights of 0.75 Mi parameters; 3 pieces of 3 MiB, a second each. Their
+# update is 1 s a piece.
 DISK_PARAMS = 3 * MIB // 4
 
 

@@ -1,8 +1,8 @@
 """The snippets of the README and the documentation, and what they find when a test runs them.
 
-Whoever adds a snippet need do nothing: it is found, and run. Where it names a path, a size or a device that no test has,
-``REPLACED`` says what stands for it; where it goes on from something, ``PREPARED`` makes that; where it cannot run, ``NOT_RUN``
-says why.
+Whoever adds a snippet need do nothing: it is found, and run. Where it names a path, a size or a
+device that no test has, ``REPLACED`` says what stands for it; where it goes on from something,
+``PREPARED`` makes that; where it cannot run, ``NOT_RUN`` says why.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def snippets() -> list[Snippet]:
     """All of Python and shell, page by page.
 
     Raises:
-        ValueError: A block would be overlooked: it is indented, or in a language that nobody knows here.
+        ValueError: A block would be overlooked: it is indented, or in a language that nobody knows
+            here.
     """
     found = []
     for page in PAGES:
@@ -134,7 +135,7 @@ def snippets() -> list[Snippet]:
     return found
 
 
-# ---- what snippets find -----------------------------------------------------------------------------------------------------
+# ---- what snippets find --------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -181,7 +182,7 @@ def data() -> DataLoader[Any]:
     return DataLoader(torch.randn(16, WIDTH), batch_size=2)
 
 
-# ---- what stands before a snippet -------------------------------------------------------------------------------------------
+# ---- what stands before a snippet ----------------------------------------------------------------
 
 
 def a_fit(names: dict[str, Any]) -> None:
@@ -212,7 +213,9 @@ def saved_weights(names: dict[str, Any]) -> None:
 
 
 def a_lora_fit(names: dict[str, Any]) -> None:
-    """The adapters of the page's first snippet have been trained: ``module``; ``Lit`` is its class."""
+    """The adapters of the page's first snippet have been trained: ``module``; ``Lit`` is its
+    class.
+    """
     saved_weights(names)
     page = next(s for s in snippets() if s.page == "docs/adapters.md" and "class Lit" in s.text)
     exec(compile(page.source, page.name, "exec"), names)
@@ -285,11 +288,13 @@ def names_for(snippet: Snippet) -> dict[str, Any]:
     return shown
 
 
-# ---- running ----------------------------------------------------------------------------------------------------------------
+# ---- running -------------------------------------------------------------------------------------
 
 
 def run(snippet: Snippet) -> None:
-    """Executes a snippet of Python in this process, and trains with every strategy and Trainer that it makes and does not use."""
+    """Executes a snippet of Python in this process, and trains with every strategy and Trainer that
+    it makes and does not use.
+    """
     names = names_for(snippet)
     tree = ast.parse(snippet.source)
     for statement in tree.body:

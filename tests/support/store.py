@@ -1,4 +1,6 @@
-"""Reads a store's files with nothing but the native library: what a run would recover after a crash."""
+"""Reads a store's files with nothing but the native library: what a run would recover after a
+crash.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ STATE = ("exp_avg", "exp_avg_sq")
 
 
 def read_store(path: Path, on_disk: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
-    """The last committed step and what it holds, of a model that trains all its fp32 parameters with Adam and state on disk.
+    """The last committed step and what it holds, of a model that trains all its fp32 parameters
+    with Adam and state on disk.
 
     Args:
         path: The store's directory; nobody uses it.
         on_disk: Prefixes of the blocks whose weights are on disk.
 
     Returns:
-        The step, and fp32 weights and Adam state by name (``"layer.weight"``, ``"layer.weight.exp_avg"``).
+        The step, and fp32 weights and Adam state by name (``"layer.weight"``,
+        ``"layer.weight.exp_avg"``).
     """
     manifest = json.loads((path / "MANIFEST").read_text())
     rows, layout = manifest["geometry"]["blocks"], manifest["layout"]

@@ -62,8 +62,9 @@ WHERE = pytest.mark.parametrize("where", ["host", "disk", "tight", *ON_DEVICE])
 def make_strategy(kind: str, train: Train) -> Any:
     """The strategy of a kind.
 
-    ``"auto"``; a built-in plan; ``"tight"``: plan ``disk`` with so little memory that weights come and go at every block;
-    ``"device"``: a device with memory of its own, and blocks on all tiers; ``"device_resident"``: the same, all on the device.
+    ``"auto"``; a built-in plan; ``"tight"``: plan ``disk`` with so little memory that weights come
+    and go at every block; ``"device"``: a device with memory of its own, and blocks on all tiers;
+    ``"device_resident"``: the same, all on the device.
     """
     if kind == "auto":
         return "auto"

@@ -1,4 +1,6 @@
-"""``torch.cuda`` as far as the lanes use it, on the CPU: streams are threads that do in-place ops later, in order."""
+"""``torch.cuda`` as far as the lanes use it, on the CPU: streams are threads that do in-place ops
+later, in order.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ class Stream(HostStream):
 
 
 class LateCompute(Stream):
-    """Compute's, where some of what it is given it does late; the host does the rest, and waits where compute waits."""
+    """Compute's, where some of what it is given it does late; the host does the rest, and waits
+    where compute waits.
+    """
 
     def wait_event(self, event: Event) -> None:
         event.moment.await_()
@@ -126,7 +130,9 @@ class _Borrowed:
 
 
 class _Deferred(TorchFunctionMode):
-    """In-place ops go to the stream; views are made at once, and new memory, which is the stream's own."""
+    """In-place ops go to the stream; views are made at once, and new memory, which is the stream's
+    own.
+    """
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()

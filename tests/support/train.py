@@ -1,7 +1,9 @@
-"""The program that tests start to train in processes of their own: ``train.py SCENARIO OUT [ARGUMENTS]``.
+"""The program that tests start to train in processes of their own: ``train.py SCENARIO OUT
+[ARGUMENTS]``.
 
-``SCENARIO`` is a module of :mod:`support.training`. Its ``main`` gets the folder ``OUT`` and the arguments, trains, and saves there
-what the test compares. ``WORLD_SIZE`` and ``RANK`` say which of several ranks this process is.
+``SCENARIO`` is a module of :mod:`support.training`. Its ``main`` gets the folder ``OUT`` and the
+arguments, trains, and saves there what the test compares. ``WORLD_SIZE`` and ``RANK`` say which of
+several ranks this process is.
 """
 
 from __future__ import annotations

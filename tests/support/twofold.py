@@ -1,4 +1,6 @@
-"""A training whose batches write every block several times: two optimizers that share all blocks, and hooks that change weights."""
+"""A training whose batches write every block several times: two optimizers that share all blocks,
+and hooks that change weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ BATCHES = 3  # of an epoch
 
 
 class Twofold(LitModel):
-    """Each optimizer has every other parameter, so both have some of each block; they step one after the other."""
+    """Each optimizer has every other parameter, so both have some of each block; they step one
+    after the other.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -50,7 +54,9 @@ class Twofold(LitModel):
         self.reached("epoch")
 
     def reached(self, point: str) -> None:
-        """What of the batch is over: the step of the first optimizer, of both, the hook after them, or that after the epoch."""
+        """What of the batch is over: the step of the first optimizer, of both, the hook after them,
+        or that after the epoch.
+        """
 
 
 def batches_done(trainer: Any) -> int:
@@ -59,7 +65,8 @@ def batches_done(trainer: Any) -> int:
 
 
 class AtBatch(pl.Callback):
-    """Calls ``begins`` with the number of batches that are over, as each one begins; at ``unfreezes`` what is frozen joins.
+    """Calls ``begins`` with the number of batches that are over, as each one begins; at
+    ``unfreezes`` what is frozen joins.
 
     It joins the optimizer number ``joins``: the first one to step has not written anything by then.
     """
@@ -75,7 +82,9 @@ class AtBatch(pl.Callback):
 
 
 def kept_before(batches: int, every: int) -> int:
-    """After which batch the last step was kept when so many have ended: every so many steps, and as each epoch ends."""
+    """After which batch the last step was kept when so many have ended: every so many steps, and as
+    each epoch ends.
+    """
     return max(batches // every * every, batches // BATCHES * BATCHES)
 
 

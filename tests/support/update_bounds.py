@@ -1,8 +1,10 @@
-"""How far two right implementations of Adam may be apart after one step from equal weights and no state.
+"""How far two right implementations of Adam may be apart after one step from equal weights and no
+state.
 
-Both round after each operation, but one may contract a product and a sum. The step ``lr * update`` then differs by a few units
-in its own last place, and the weight by one in its. In units of the weight's last place there is no bound: a weight that nearly
-equals its step cancels it, and keeps the step's error. In the same way moments may cancel a gradient, if they are not 0 before.
+Both round after each operation, but one may contract a product and a sum. The step ``lr * update``
+then differs by a few units in its own last place, and the weight by one in its. In units of the
+weight's last place there is no bound: a weight that nearly equals its step cancels it, and keeps
+the step's error. In the same way moments may cancel a gradient, if they are not 0 before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Training whose gradients are clipped or overflow, and what became of updates that were tried before the verdict."""
+"""Training whose gradients are clipped or overflow, and what became of updates that were tried
+before the verdict.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_train
 
 
 def counted_verdicts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts how many blocks are tried, kept, updated again, and skipped; from now on every step tries."""
+    """Counts how many blocks are tried, kept, updated again, and skipped; from now on every step
+    tries.
+    """
     seen: Counter[str] = Counter()
     monkeypatch.setattr(Worth, "fixed", 1.0)
 
@@ -73,7 +77,9 @@ def divided(groups: Any) -> torch.optim.Optimizer:
 def run_scaled(
     recipe: Recipe, strategy: Any, folder: Path, overflows: frozenset[int], module_class: type[Overflowing] = Overflowing
 ) -> tuple[Outcome, float]:
-    """Trains in 16-bit mixed precision under a ``GradScaler``, whose scale in the end comes with the outcome."""
+    """Trains in 16-bit mixed precision under a ``GradScaler``, whose scale in the end comes with
+    the outcome.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     torch.manual_seed(7)

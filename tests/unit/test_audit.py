@@ -1,4 +1,6 @@
-"""A store's files are read without the engine, and whatever is changed in them is found and named."""
+"""A store's files are read without the engine, and whatever is changed in them is found and
+named.
+"""
 
 from __future__ import annotations
 

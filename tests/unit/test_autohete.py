@@ -1,4 +1,6 @@
-"""AutoHete's formulas against hand-computed figures, its optimum against enumeration and HiGHS, and the plan that comes of it."""
+"""AutoHete's formulas against hand-computed figures, its optimum against enumeration and HiGHS, and
+the plan that comes of it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from lightning_hetero.units import GIB, MIB
 
 
 def alike(blocks: int = 5, **changes: Any) -> Costs:
-    """Blocks of 10 parameters, times in seconds: t_fp 1, t_bp 2, t_h2d 2.5, t_d2h 3, t_cpu 4, t_gpu 0.5."""
+    """Blocks of 10 parameters, times in seconds: t_fp 1, t_bp 2, t_h2d 2.5, t_d2h 3, t_cpu 4, t_gpu
+    0.5.
+    """
     figures: dict[str, Any] = {
         "forward_s": 1.0,
         "backward_s": 2.0,
@@ -93,7 +97,7 @@ def model(blocks: int = 8, *, params: int = 200 * MIB, activation_bytes: int = 2
     )
 
 
-# ---- equations ------------------------------------------------------------------------------------------------------------
+# ---- equations -----------------------------------------------------------------------------------
 
 
 def test_device_memory_is_equation_1() -> None:
@@ -177,7 +181,7 @@ def test_the_symbols_are_the_papers_for_16_bit_training() -> None:
     assert k.device_update_s.sum(0, 3) == pytest.approx(3 * params / 40e9)
 
 
-# ---- the optimum ----------------------------------------------------------------------------------------------------------
+# ---- the optimum ---------------------------------------------------------------------------------
 
 
 def enumerated(k: Costs) -> float | None:
@@ -195,7 +199,9 @@ def enumerated(k: Costs) -> float | None:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Costs:
-    """Random blocks. Sizes are whole, capacities halves: no sum comes so close to one that a solver's tolerance decides."""
+    """Random blocks. Sizes are whole, capacities halves: no sum comes so close to one that a
+    solver's tolerance decides.
+    """
     blocks = draw(st.integers(1, 6))
     same = draw(st.booleans())
 
@@ -257,7 +263,8 @@ def test_nothing_is_offloaded_if_all_fits() -> None:
 
 
 def test_updates_that_the_cpu_hides_are_offloaded_even_if_all_fits() -> None:
-    # Equation 5: one CPU update ends 9 s into a backward of 10 s, and spares the device half a second.
+    # Equation 5: one CPU update ends 9 s into a backward of 10 s, and spares the device half a
+    # second.
     assert search.exact(alike()) == counts(0, 0, 1)
 
 
@@ -280,7 +287,7 @@ def test_weights_that_cost_nothing_to_offload_make_room_for_prefetches_if_any_ar
     assert search.relieved(slow, counts(0, 2, 4)) == counts(0, 2, 4)
 
 
-# ---- prefetches -----------------------------------------------------------------------------------------------------------
+# ---- prefetches ----------------------------------------------------------------------------------
 
 
 def test_prefetches_start_earlier_as_backward_frees_memory() -> None:
@@ -327,7 +334,7 @@ def test_advanced_prefetches_fit_and_keep_their_order(k: Costs) -> None:
         assert there == one_ahead or held <= k.device_memory_bytes
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 def test_a_plan_places_blocks_by_insights_1_and_2() -> None:
@@ -372,7 +379,8 @@ def test_priority_can_be_switched_and_changes_nothing_else(priority: bool) -> No
 
 
 def test_activations_and_weights_stay_if_the_device_is_the_host() -> None:
-    # One block's update costs the CPU threads as much as computing it: some updates run during backward, and nothing moves.
+    # One block's update costs the CPU threads as much as computing it: some updates run during
+    # backward, and nothing moves.
     hardware = machine(shared_memory=True, device_update_params_per_s=3e9, link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0)
     plan = autohete.plan(model(8), hardware)
     assert plan.decisions["checkpoint"] == plan.decisions["offload_params"] == 0

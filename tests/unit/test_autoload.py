@@ -1,4 +1,6 @@
-"""Registration with Lightning, each case in a fresh interpreter because import order is what is tested."""
+"""Registration with Lightning, each case in a fresh interpreter because import order is what is
+tested.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import lightning_hetero
 
 PACKAGE_PARENT = str(Path(lightning_hetero.__file__).parent.parent)
 
-# The strategies module that factories call, replaced: what is tested is that it is reached, late, with the right namespace.
+# The strategies module that factories call, replaced: what is tested is that it is reached, late,
+# with the right namespace.
 STUB = """
 import sys, types
 stub = types.ModuleType("lightning_hetero.strategies")

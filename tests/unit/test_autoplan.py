@@ -1,4 +1,6 @@
-"""When a new plan is called for: drifts that last, patience that grows, and differences that no plan removes."""
+"""When a new plan is called for: drifts that last, patience that grows, and differences that no
+plan removes.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ def test_a_machine_is_not_to_blame_for_blocks_that_take_longer(monkeypatch: pyte
 
 @pytest.mark.parametrize(("quicker", "name"), [(0.97, "new"), (0.99, "p")])
 def test_the_first_steps_correct_the_machine_once(quicker: float, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another plan comes into force if it is quicker at the rates that steps have shown; neither is measured again."""
+    """Another plan comes into force if it is quicker at the rates that steps have shown; neither is
+    measured again.
+    """
     driver = Driver(monkeypatch, [plan(), plan(1.3 * quicker, "new")])
     driver.explains = 0.5, plan(1.3)
     driver.steps(len(PROFILED) + 1 + 5, 1.3)
@@ -186,7 +190,9 @@ def test_a_few_slow_steps_are_no_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_in_turns_do_not_make_plans_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phases that last and plans that differ each time: twice as many steps pass before another plan."""
+    """Phases that last and plans that differ each time: twice as many steps pass before another
+    plan.
+    """
     plans = [Plan(name=str(i), blocks=(BlockPlan(name=f"b{i}"),), predicted=plan().predicted) for i in range(50)]
     driver = Driver(monkeypatch, plans)
     driver.steps(len(PROFILED))
@@ -281,7 +287,9 @@ def test_tokens_of_a_batch(batch: Any, tokens: int) -> None:
 
 
 def test_after_a_lack_of_device_memory_batches_are_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a plan from the profile lacked is kept clear of: before there was one, nobody knew what a batch takes."""
+    """Only what a plan from the profile lacked is kept clear of: before there was one, nobody knew
+    what a batch takes.
+    """
     driver = Driver(monkeypatch, [plan()])
     driver.steps(2)
     driver.auto.demoted(torch.OutOfMemoryError("too small"), 64 * GIB)

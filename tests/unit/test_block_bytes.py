@@ -1,4 +1,6 @@
-"""Blocks whose weights are not of the compute dtype: quantized ones, and fp32 adapters of a 16-bit model."""
+"""Blocks whose weights are not of the compute dtype: quantized ones, and fp32 adapters of a 16-bit
+model.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Private and replaced names of torch and Lightning: each exists as the table says, and none is missing there."""
+"""Private and replaced names of torch and Lightning: each exists as the table says, and none is
+missing there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from torchmetrics import SumMetric
 import lightning_hetero
 from lightning_hetero.borrowed import ATTRIBUTES, TABLE, TORCH, Borrowed
 
-# Names with an underscore that Python documents, and one that the package does without where it is missing.
+# Names with an underscore that Python documents, and one that the package does without where it is
+# missing.
 NOT_BORROWED = {"_exit", "_fields", "_MODEL_TO_CONVERSION_PATTERN"}
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 PACKAGE = Path(lightning_hetero.__file__).parent
@@ -140,7 +143,9 @@ def test_every_private_name_of_torch_in_the_table_is_used() -> None:
 
 
 def names_of_the_package() -> set[str]:
-    """Names that files of the package define: functions, classes, variables and attributes of ``self``."""
+    """Names that files of the package define: functions, classes, variables and attributes of
+    ``self``.
+    """
     found = set()
     for node in every_node():
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -29,7 +29,9 @@ VISITOR = BlockPlan(name="*", weights=Tier.DEVICE, update=UpdateLane.DEVICE)
 
 
 def _block(name: str, **sizes: int) -> BlockProfile:
-    """10 parameters: 20 bytes of weights and of gradients, 120 of state; saves 100 bytes, of which 20 input and 50 mlp."""
+    """10 parameters: 20 bytes of weights and of gradients, 120 of state; saves 100 bytes, of which
+    20 input and 50 mlp.
+    """
     values = {"num_params": 10, "activation_bytes": 100, "boundary_bytes": 20, "transient_bytes": 7} | sizes
     return BlockProfile(
         name=name,
@@ -79,7 +81,7 @@ def _host(plan: Plan, updates: Updates = Updates.IN_BACKWARD) -> dict[Purpose, i
     return {k: v for k, v in needs_of(plan, _model(len(plan.blocks)), shared_memory=False, updates=updates).host.items() if v}
 
 
-# ---- needs ------------------------------------------------------------------------------------------------------------------
+# ---- needs ---------------------------------------------------------------------------------------
 
 
 def test_a_resident_plan_needs_everything_on_the_device() -> None:
@@ -97,7 +99,8 @@ def test_gradients_pile_up_as_activations_go_if_updates_follow_backward() -> Non
     # At the last block 407 + 20, at the first 107 + 80: the sum is largest at the last.
     after = _device(_plan(RESIDENT), Updates.AFTER_VERDICT)
     assert (after[Purpose.ACTIVATIONS], after[Purpose.GRADIENTS]) == (407, 20)
-    # With recomputation only inputs are kept: 100 + 7 + 3 · 20 at the last block, 100 + 7 at the first, with all gradients.
+    # With recomputation only inputs are kept: 100 + 7 + 3 · 20 at the last block, 100 + 7 at the
+    # first, with all gradients.
     recomputed = _device(_plan(replace(RESIDENT, saved=Saved.RECOMPUTE)), Updates.AFTER_VERDICT)
     assert recomputed[Purpose.ACTIVATIONS] + recomputed[Purpose.GRADIENTS] == 4 * 20 + 80 + 7 + 20
 
@@ -156,7 +159,7 @@ def test_if_the_device_is_the_host_there_is_one_pool() -> None:
     }
 
 
-# ---- rooms ------------------------------------------------------------------------------------------------------------------
+# ---- rooms ---------------------------------------------------------------------------------------
 
 
 def test_caches_get_the_remaining_memory_up_to_all_lower_weights() -> None:
@@ -223,7 +226,7 @@ def test_the_tightest_tier_is_named() -> None:
     assert caught.value.tier == "host"
 
 
-# ---- the runtime's budget ---------------------------------------------------------------------------------------------------
+# ---- the runtime's budget ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("elements", "chunk"), [(2**30, 256 * 1024), (256 * 1024, 256 * 1024), (20_000, 20_480), (10, 4096)])
@@ -242,7 +245,7 @@ def test_state_is_read_ahead_into_a_quarter_of_the_rest() -> None:
     assert read_ahead(2**40, 2**40) == 512 * MIB
 
 
-# ---- a budget instead of a machine ------------------------------------------------------------------------------------------
+# ---- a budget instead of a machine ---------------------------------------------------------------
 
 
 def _known(plan: Plan, *, profiled: bool = False) -> Needs:
@@ -307,7 +310,8 @@ def test_activations_count_once_a_batch_has_been_profiled() -> None:
     assert _share(plan, least).staging_bytes == 0
     with pytest.raises(OutOfMemoryBudgetError) as caught:
         _share(plan, least, profiled=True)
-    # Most is needed as backward begins: all activations, and the gradients of one block instead of all four.
+    # Most is needed as backward begins: all activations, and the gradients of one block instead of
+    # all four.
     assert caught.value.needed_bytes == least + (4 * 100 + 7) - 3 * 20
     assert "activations" in str(caught.value)
     assert "unknown" not in str(caught.value)

@@ -65,7 +65,9 @@ def small_model(layers: int, **ends: float) -> ModelProfile:
 
 
 def small_cluster(*nodes: tuple[int, float], memory: int = 10**12, network: float = 1e15) -> Cluster:
-    """Nodes of so many devices with so many TFLOP/s; a network that costs nothing unless it is said."""
+    """Nodes of so many devices with so many TFLOP/s; a network that costs nothing unless it is
+    said.
+    """
     names = {power: f"d{power:g}" for _, power in nodes}
     return Cluster(
         name="small",
@@ -78,7 +80,7 @@ def small_cluster(*nodes: tuple[int, float], memory: int = 10**12, network: floa
     )
 
 
-# ---- equations --------------------------------------------------------------------------------------------------------------
+# ---- equations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [(2.0, 1.0, 4.0), (3.0, 2.0, 1.0), (1.0, 1.0, 1.0)])
@@ -163,12 +165,13 @@ def test_a_model_of_pinned_blocks_has_no_stages() -> None:
         Workload.of(model)
 
 
-# ---- planning ---------------------------------------------------------------------------------------------------------------
+# ---- planning ------------------------------------------------------------------------------------
 
 
 def brute_force(model: ModelProfile, machines: Cluster, micro_batches: int) -> float:
-    """The least time of equation 1 over all assignments of devices to groups and stages, cuts and micro-batches; without tensor
-    parallelism, and with weaker devices first."""
+    """The least time of equation 1 over all assignments of devices to groups and stages, cuts and
+    micro-batches; without tensor parallelism, and with weaker devices first.
+    """
     (setting,) = settings_of(model, machines, micro_batches, [1])
     devices = [i for i, node in enumerate(machines.nodes) for _ in range(node.count)]
     best = float("inf")
@@ -274,7 +277,7 @@ def test_gradients_that_stay_in_a_node_are_synchronised_faster() -> None:
     assert across.sync_s == pytest.approx(2 * 2 * 10**6 / 1e9)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def mixed_model(*params: int) -> ModelProfile:
@@ -392,7 +395,7 @@ def test_wrong_options_are_refused(options: dict[str, object], reason: str) -> N
         plan(small_model(2), small_cluster((3, 1.0)), **{"micro_batches": 4, **options})  # type: ignore[arg-type]
 
 
-# ---- clusters ---------------------------------------------------------------------------------------------------------------
+# ---- clusters ------------------------------------------------------------------------------------
 
 YAML = """
 name: lab

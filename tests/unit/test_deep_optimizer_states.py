@@ -28,7 +28,8 @@ CPU, DEVICE = UpdateLane.CPU, UpdateLane.DEVICE
 GIB = 2**30
 # Section 5.4, "Verifying the Correctness of Our Performance Model": elements/s of one V100 machine.
 V100 = UpdateRates(cpu=2e9, device=35e9, downcast=8.7e9, link=3e9)
-# Section 1 and Table 1, four H100 together: 8e9 updates on the CPU, 100e9 on the devices, 12e9 copies; 62 GB/s of downcasts.
+# Section 1 and Table 1, four H100 together: 8e9 updates on the CPU, 100e9 on the devices, 12e9
+# copies; 62 GB/s of downcasts.
 H100 = UpdateRates(cpu=8e9, device=100e9, downcast=62e9 / 4, link=12e9)
 
 
@@ -102,7 +103,8 @@ def test_one_rank_has_a_quarter_of_the_updates_and_a_whole_link() -> None:
     one = [replace(r, cpu=r.cpu / 4, device=r.device / 4, downcast=r.downcast / 4) for r in (V100, H100)]
     assert [round(update_ratio(r), 2) for r in one] == [0.49, 0.4]
     assert [strides(update_ratio(r)) for r in one] == [(1, 2), (1, 2)]
-    # Throughput then falls from stride 2 on, as section 5.4 measured; with the mixture stride 3 is better than 2.
+    # Throughput then falls from stride 2 on, as section 5.4 measured; with the mixture stride 3 is
+    # better than 2.
     sizes = [10**8] * 60
     seconds = [update_s(one[0], sizes, stride=s, static_residents=0) for s in (2, 3, 4, 5)]
     assert seconds == sorted(seconds)
@@ -161,7 +163,8 @@ def test_algorithm_1_updates_every_stride_th_subgroup_on_the_device_and_the_last
 
 def test_the_update_phase_is_the_slower_side_of_equation_1() -> None:
     rates = UpdateRates(cpu=2.0, device=8.0, downcast=4.0, link=1.0)
-    # stride 2 of sizes 1, 2, 3, 4: 4 on the CPU in 2 + 1 s; 6 visit the device: 18 + 2 words, and 6 / 8 s
+    # stride 2 of sizes 1, 2, 3, 4: 4 on the CPU in 2 + 1 s; 6 visit the device: 18 + 2 words, and 6
+    # / 8 s
     assert update_s(rates, [1, 2, 3, 4], stride=2, static_residents=0) == 18 + 2 + 6 / 8
     # the last two live there: 1 on the CPU, 2 visit, 7 do not move
     assert update_s(rates, [1, 2, 3, 4], stride=2, static_residents=2) == 6 + 0.5 + 9 / 8
@@ -258,7 +261,8 @@ def test_no_stride_and_no_updates_without_one_are_faster_by_simulation(changes: 
 
 
 def test_a_stride_of_the_paper_that_is_slower_than_none_is_not_taken() -> None:
-    # A stride of 2 and its neighbours is what eq. 1 names, since it counts a downcast that the kernels do not make.
+    # A stride of 2 and its neighbours is what eq. 1 names, since it counts a downcast that the
+    # kernels do not make.
     model, hardware = _model(8), _hardware(**SLOW_LINK, cpu_downcast_params_per_s=1e9, device_memory_bytes=16 * GIB)
     plan = deep_optimizer_states.plan(model, hardware)
     every = _by_stride(model, hardware, plan.blocks[1].saved)

@@ -1,4 +1,6 @@
-"""Gradients that leave a device: their bits, their memory, and what clipping, loss scaling and users see of them."""
+"""Gradients that leave a device: their bits, their memory, and what clipping, loss scaling and
+users see of them.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class FakeTicket:
         self.reached = max(self.reached, what)
 
 
-# ---- what arrives ----------------------------------------------------------------------------------------------------------
+# ---- what arrives --------------------------------------------------------------------------------
 
 
 def test_gradients_arrive_whole_and_in_the_memory_order_of_their_parameters(net: World, lanes: EmulatedLanes) -> None:
@@ -119,7 +121,7 @@ def test_a_gradient_that_is_not_dense_is_refused_by_name(lanes: EmulatedLanes) -
             side.gradients.take(net.blocks[0])
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def buffer_bytes(lanes: EmulatedLanes, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
@@ -194,7 +196,7 @@ def _gradient_of(seed: int, name: str) -> Tensor:
     return dict(plain.named_parameters())[name].grad
 
 
-# ---- whoever looks at gradients ---------------------------------------------------------------------------------------------
+# ---- whoever looks at gradients ------------------------------------------------------------------
 
 
 def clip_2(params: list[nn.Parameter]) -> Tensor:

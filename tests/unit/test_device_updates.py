@@ -1,4 +1,6 @@
-"""Updates on the device against the native engine, bit by bit, and the way of the state between the two."""
+"""Updates on the device against the native engine, bit by bit, and the way of the state between the
+two.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,7 @@ class Swaps:
             self.returned.append(event)
 
 
-# ---- the same bits ----------------------------------------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 
 @same_bits_as_the_engine
@@ -255,7 +257,7 @@ def test_a_graph_that_holds_updated_weights_is_refused() -> None:
             loss.backward()
 
 
-# ---- the state --------------------------------------------------------------------------------------------------------------
+# ---- the state -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -353,7 +355,7 @@ def test_a_write_through_the_door_reaches_the_master_of_weights_in_host_memory()
         assert part.memory(0).eq(0.75).all()
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_an_update_without_its_state_is_refused() -> None:

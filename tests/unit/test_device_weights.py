@@ -1,4 +1,6 @@
-"""Weights on a device: what is where after each op, which copy counts, and what autograd's saved weights become."""
+"""Weights on a device: what is where after each op, which copy counts, and what autograd's saved
+weights become.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def take_away(lanes: EmulatedLanes, side: DeviceSide, block: Block) -> None:
     run(lanes, Lane.H2D, partial(side.weights.free, block), [lanes.mark()]).wait()
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------------
+# ---- places --------------------------------------------------------------------------------------
 
 
 def test_weights_are_on_the_device_from_upload_to_release(net: World, lanes: EmulatedLanes) -> None:
@@ -149,7 +151,7 @@ def test_binding_weights_that_were_not_uploaded_is_refused(net: World, lanes: Em
         side.weights.flat(net.parts[0])
 
 
-# ---- which copy counts -----------------------------------------------------------------------------------------------------
+# ---- which copy counts ---------------------------------------------------------------------------
 
 
 def source(net: World, side: DeviceSide, name: str) -> WeightSource:
@@ -260,7 +262,7 @@ def test_an_update_on_the_cpu_outdates_the_copy_until_it_is_uploaded(net: World,
     assert not side.weights.changed(block)
 
 
-# ---- saved tensors ---------------------------------------------------------------------------------------------------------
+# ---- saved tensors -------------------------------------------------------------------------------
 
 
 def test_views_of_open_weights_are_referenced_and_rebuilt_in_other_memory(net: World, lanes: EmulatedLanes) -> None:

@@ -73,7 +73,9 @@ def sections(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", WRAPPED, ids=lambda p: str(p.relative_to(ROOT)))
 def test_markdown_is_wrapped_at_100_columns(page: Path) -> None:
-    """Tables and code blocks are not wrapped. Nothing is broken inside inline code or a link's address."""
+    """Tables and code blocks are not wrapped. Nothing is broken inside inline code or a link's
+    address.
+    """
     fenced = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
@@ -98,7 +100,9 @@ def test_commands_in_a_docstring_have_lines_of_their_own(script: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_pages_name_exist(page: Path) -> None:
-    """Names with a folder, such as `lowering/lower.py`, are below the root, the package or the native library."""
+    """Names with a folder, such as `lowering/lower.py`, are below the root, the package or the
+    native library.
+    """
     prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for name in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", prose):
         if not name.startswith((".", "configs/")):

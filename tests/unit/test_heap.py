@@ -32,7 +32,9 @@ def heap() -> Iterator[Heap]:
 
 
 def make_hole() -> torch.Tensor:
-    """Allocates and frees a tensor; the one that is returned lies above it, so that its pages stay with the process."""
+    """Allocates and frees a tensor; the one that is returned lies above it, so that its pages stay
+    with the process.
+    """
     hole = torch.ones(HOLE, dtype=torch.uint8)
     above = torch.ones(MIB, dtype=torch.uint8)
     del hole

@@ -65,7 +65,7 @@ class TestDelayedLanes(LanesContract):
         lanes.close()
 
 
-# ---- hazards on the emulated device -----------------------------------------------------------------------------------------
+# ---- hazards on the emulated device --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_programs_without_their_edges_go_wrong(seed: int) -> None:
     lanes.close()
 
 
-# ---- time on the emulated device --------------------------------------------------------------------------------------------
+# ---- time on the emulated device -----------------------------------------------------------------
 
 
 def test_the_directions_are_independent(slow: EmulatedLanes) -> None:
@@ -329,7 +329,7 @@ def test_devices_that_cannot_be_are_refused(wrong: dict[str, Any], said: str) ->
     assert EmulatedDevice(memory="64MiB").memory_bytes == 64 << 20
 
 
-# ---- the arena --------------------------------------------------------------------------------------------------------------
+# ---- the arena -----------------------------------------------------------------------------------
 
 
 def test_first_fit_takes_the_lowest_gap_and_neighbours_join() -> None:

@@ -1,4 +1,6 @@
-"""Lanes on streams, with streams that are threads; ``tests/gpu/test_lanes.py`` has the same on a GPU."""
+"""Lanes on streams, with streams that are threads; ``tests/gpu/test_lanes.py`` has the same on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ def test_a_failed_op_keeps_its_memory_on_the_stream_and_drain_waits_for_that(lan
 
 
 def test_memory_follows_the_order_of_the_streams(lanes: CudaLanes, fake: FakeCuda) -> None:
-    """One lane gives memory back behind a copy that is still to come; another takes it: its copy comes later."""
+    """One lane gives memory back behind a copy that is still to come; another takes it: its copy
+    comes later.
+    """
     memory = lanes.memory()
     memory.take(MEMORY_BYTES - 512, "the rest")
     old = memory.take(512, "old").fill_(1)
@@ -321,7 +325,7 @@ def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> 
     assert seen == [True]
 
 
-# ---- page-locked memory -----------------------------------------------------------------------------------------------------
+# ---- page-locked memory --------------------------------------------------------------------------
 
 
 def test_host_buffers_are_registered_until_their_last_view_goes(lanes: CudaLanes, fake: FakeCuda) -> None:

@@ -1,4 +1,6 @@
-"""LoHan's formulas against figures computed by hand, its walk against the convex programme, and the plan that comes of them."""
+"""LoHan's formulas against figures computed by hand, its walk against the convex programme, and the
+plan that comes of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from lightning_hetero.planners.lohan import formulas, planner, search
 from lightning_hetero.planners.lohan.formulas import Layer, Quantities
 from lightning_hetero.units import GIB, MIB
 
-# One step: F/THP = 10 s. 2P = 20 B: 2 s on the link, 4 s read. 14P = 140 B: 28 s read + 35 s written.
+# One step: F/THP = 10 s. 2P = 20 B: 2 s on the link, 4 s read. 14P = 140 B: 28 s read + 35 s
+# written.
 Q = Quantities(
     forward_flop=1000.0,
     weight_bytes=20.0,
@@ -100,7 +103,7 @@ def gpt(blocks: int = 4, *, hidden: int = 2048, tokens: int = 16 * 1024, flop_pe
     )
 
 
-# ---- equations ------------------------------------------------------------------------------------------------------------
+# ---- equations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("swapped", "spilled"), [(0.0, 0.0), (50.0, 0.0), (80.0, 30.0)])
@@ -177,7 +180,7 @@ def test_layers_come_in_the_order_of_flop_per_byte() -> None:
     assert names == [f"layers.{block}.{operator}" for operator in operators for block in range(2)]
 
 
-# ---- the walk and the programme -------------------------------------------------------------------------------------------
+# ---- the walk and the programme ------------------------------------------------------------------
 
 
 def test_a_bound_disk_swaps_no_more_than_it_must() -> None:
@@ -193,7 +196,8 @@ def test_a_bound_device_swaps_everything() -> None:
 
 
 def test_the_walk_ends_before_the_layer_that_does_not_improve() -> None:
-    # Backward: 30 s, then 26 s with x; the disk takes 25 s whatever is swapped, so y gains 1 s; a third layer nothing.
+    # Backward: 30 s, then 26 s with x; the disk takes 25 s whatever is swapped, so y gains 1 s; a
+    # third layer nothing.
     q = replace(Q, disk_read_bytes_per_s=math.inf, disk_write_bytes_per_s=140 / 25)
     layers = (*LAYERS, Layer(block="b", operator="z", flop=100, num_bytes=20))
     swap = search.walk(q, layers)
@@ -298,7 +302,7 @@ def test_iteration_time_is_convex_in_the_swapped_bytes(problem: tuple[Quantities
     assert middle_s <= (weight * low_s + (1 - weight) * high_s) * (1 + 1e-9)
 
 
-# ---- plans ----------------------------------------------------------------------------------------------------------------
+# ---- plans ---------------------------------------------------------------------------------------
 
 
 def test_a_plan_keeps_weights_and_state_on_disk_and_reports_its_swaps() -> None:
@@ -378,7 +382,8 @@ def test_less_is_swapped_if_the_device_cannot_hold_tensors_in_transfer() -> None
     ("model", "machines"),
     [
         (gpt(12, hidden=5120, tokens=64 * 1024), [machine(device_memory_bytes=gib * GIB) for gib in range(16, 23)]),
-        # How much of what is swapped goes to the disk is no decision: such a plan takes longer with the same decisions.
+        # How much of what is swapped goes to the disk is no decision: such a plan takes longer with
+        # the same decisions.
         (gpt(24, tokens=32 * 1024), [machine(host_memory_bytes=half * GIB // 2, **BUSY) for half in range(6, 12)]),
     ],
     ids=["device", "host"],

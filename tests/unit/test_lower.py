@@ -100,7 +100,8 @@ def test_all_blocks_stay_in_memory_when_they_fit() -> None:
 def test_eviction_keeps_the_blocks_that_are_used_again_first() -> None:
     model = _model(*[1] * 6)
     schedule = _lower(disk(model), model, _signature(tuple(range(6))), capacity=3)
-    # At the turn 5, 4, 3 are in memory; at the end of the step those that the next forward needs first.
+    # At the turn 5, 4, 3 are in memory; at the end of the step those that the next forward needs
+    # first.
     assert not [op for op in schedule.ops if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS and op.at == 6]
     assert schedule.resident_after == {0, 1, 2}
 
@@ -131,7 +132,8 @@ def test_a_refused_prefetch_releases_nothing() -> None:
 
 
 def test_state_of_a_block_whose_weights_could_be_evicted_is_not_opened() -> None:
-    # Block 0 stays in memory from forward on; fetching block 1 for its backward must evict it first.
+    # Block 0 stays in memory from forward on; fetching block 1 for its backward must evict it
+    # first.
     model = _model(1, 3, 2)
     schedule = _lower(disk(model), model, _signature((0, 1, 2)), capacity=3)
     (opened,) = _find(schedule, OpKind.FETCH, 0, Payload.STATE)
@@ -274,7 +276,9 @@ def test_split_batches_are_refused_if_the_device_is_the_host() -> None:
 
 
 def _verdicts(*, capacity: int) -> list[list[str]]:
-    """What is issued at the verdict that keeps, and at the one that discards, of three blocks of which one cannot be taken back."""
+    """What is issued at the verdict that keeps, and at the one that discards, of three blocks of
+    which one cannot be taken back.
+    """
     model = _model(1, 1, 1)
     rows = list(disk(model).blocks)
     rows[1] = replace(rows[1], weights=Tier.HOST, state=Tier.HOST)

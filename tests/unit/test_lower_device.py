@@ -24,7 +24,9 @@ OPERATORS = (OperatorProfile(name="attn", flop=1.0, bytes=30), OperatorProfile(n
 
 
 def _model(num_blocks: int, *, frozen: tuple[int, ...] = ()) -> ModelShape:
-    """16-bit weights and gradients of ``UNIT`` bytes, state of six times that; saves 20 bytes of input, 30 and 50 of operators."""
+    """16-bit weights and gradients of ``UNIT`` bytes, state of six times that; saves 20 bytes of
+    input, 30 and 50 of operators.
+    """
     blocks = []
     for index in range(num_blocks):
         trainable = index not in frozen
@@ -95,7 +97,7 @@ def _one(schedule: Schedule, kind: OpKind, block: int, payload: Payload | None =
     return op
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 def test_weights_on_the_host_go_up_ahead_of_their_use() -> None:
@@ -146,13 +148,14 @@ def test_evaluation_moves_weights_and_nothing_else() -> None:
 
 
 def test_a_block_that_the_host_need_not_hold_any_more_goes_first() -> None:
-    # Room for two on the host: once 1 is on the device, its copy on the host goes before that of 3, which is yet to go up.
+    # Room for two on the host: once 1 is on the device, its copy on the host goes before that of 3,
+    # which is yet to go up.
     schedule = _steady(_plan(ON_DISK, num_blocks=4, prefetch_depth=1), host=2 * UNIT)
     fetched = [op.block for op in schedule.ops if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS]
     assert len(fetched) == 3
 
 
-# ---- weights that live on the device ----------------------------------------------------------------------------------------
+# ---- weights that live on the device -------------------------------------------------------------
 
 
 def test_without_priority_new_weights_go_up_as_soon_as_they_are_made() -> None:
@@ -180,7 +183,7 @@ def test_new_weights_go_up_during_backward_once_their_update_is_known_to_be_over
         assert any(update in grads[schedule.ops[need].block].after for need in schedule.anchors[op.at].needs)
 
 
-# ---- gradients and updates --------------------------------------------------------------------------------------------------
+# ---- gradients and updates -----------------------------------------------------------------------
 
 
 def test_a_blocks_gradients_go_down_and_its_update_follows() -> None:
@@ -240,7 +243,9 @@ def test_state_from_the_host_comes_and_goes_two_blocks_at_a_time() -> None:
 
 
 def test_device_and_cpu_updates_alternate_in_forward_order() -> None:
-    """Deep Optimizer States, Algorithm 1 with k = 2: odd subgroups on the device, their state comes while the CPU updates."""
+    """Deep Optimizer States, Algorithm 1 with k = 2: odd subgroups on the device, their state comes
+    while the CPU updates.
+    """
     plan = _plan(RENEWED, VISITOR, RENEWED, VISITOR, update_order=UpdateOrder.AFTER_BACKWARD, priority=False)
     schedule = _steady(plan)
     assert [(op.block, op.lane) for op in schedule.ops if op.kind is OpKind.UPDATE] == [
@@ -292,7 +297,7 @@ def test_state_on_disk_is_read_ahead_of_the_gradients() -> None:
     assert _one(schedule, OpKind.UPDATE, 1).id in _one(schedule, OpKind.STORE, 1).after
 
 
-# ---- activations ------------------------------------------------------------------------------------------------------------
+# ---- activations ---------------------------------------------------------------------------------
 
 
 def test_swapped_activations_leave_after_forward_and_are_back_before_backward() -> None:
@@ -354,7 +359,7 @@ def test_uses_of_one_block_swap_by_themselves() -> None:
     assert [out.index(op.after[0]) for op in back] == [2, 0]
 
 
-# ---- refusals, and the whole ------------------------------------------------------------------------------------------------
+# ---- refusals, and the whole ---------------------------------------------------------------------
 
 
 def test_a_block_larger_than_the_devices_room_is_refused_by_name() -> None:

@@ -1,4 +1,6 @@
-"""What keeping every step costs where state lives in memory: in the schedule, its proof, the simulator and the planners' choice."""
+"""What keeping every step costs where state lives in memory: in the schedule, its proof, the
+simulator and the planners' choice.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,9 @@ def test_a_disk_without_room_for_them_is_named() -> None:
 
 
 def test_auto_considers_the_cost_of_keeping() -> None:
-    """Updates during backward wait for the mirrors of the step before; those after it leave them all of forward and backward."""
+    """Updates during backward wait for the mirrors of the step before; those after it leave them
+    all of forward and backward.
+    """
     free, kept = (PLANNERS["holistic"](model, OWN_CPU) for model in (FREE, KEPT))
     seconds = {
         (make, bool(model.kept_every)): simulation(make(model.shape()), model, OWN_CPU).prediction.iteration_s
@@ -151,7 +155,7 @@ def test_auto_considers_the_cost_of_keeping() -> None:
     assert kept.predicted.iteration_s == pytest.approx(min(seconds[make, True] for make in (host, resident, disk)))
 
 
-# ---- a device with memory of its own ----------------------------------------------------------------------------------------
+# ---- a device with memory of its own -------------------------------------------------------------
 
 
 GPU = replace(

@@ -127,7 +127,9 @@ def _of_profile(model: ModelProfile) -> dict[str, Sizes]:
 
 
 def _of_module(model: nn.Module, blocks: Mapping[str, Sizes], *, rest: str = "") -> dict[str, Sizes]:
-    """The same of a built model, whose parameters belong to the block that their name begins with, or to ``rest``."""
+    """The same of a built model, whose parameters belong to the block that their name begins with,
+    or to ``rest``.
+    """
     found = {name: Counter[str]() for name in blocks}
     for name, param in model.named_parameters():
         inner = name.removeprefix("base_model.model.")
@@ -267,11 +269,13 @@ def test_blocks_are_divided_as_in_training(name: str, target: str, tmp_path: Pat
         assert sum(size(whole, b) for b in whole.blocks) == sum(size(found, b) for b in found.blocks)
 
 
-# ---- FLOP -------------------------------------------------------------------------------------------------------------------
+# ---- FLOP ----------------------------------------------------------------------------------------
 
 
 def _counted_flop(name: str, tuning: Tuning) -> tuple[int, int]:
-    """FLOP that torch counts in forward and in backward of the model, attention as plain products."""
+    """FLOP that torch counts in forward and in backward of the model, attention as plain
+    products.
+    """
     settings = _settings(name)
     settings._attn_implementation, settings._experts_implementation = "sdpa", "eager"
     model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
@@ -323,7 +327,7 @@ def test_a_frozen_product_has_half_the_backward(tmp_path: Path) -> None:
     assert last[1].backward_s == 2 * last[1].forward_s
 
 
-# ---- quantization -----------------------------------------------------------------------------------------------------------
+# ---- quantization --------------------------------------------------------------------------------
 
 
 def _matrix(inputs: int, outputs: int) -> Module:
@@ -350,7 +354,8 @@ def test_quantized_bytes_are_those_of_bitsandbytes(sizes: tuple[int, int]) -> No
 @pytest.mark.parametrize(
     ("kind", "num_bytes"),
     [
-        # A matrix of 4096 x 4096, from bitsandbytes' documented layout: 2**23 bytes of pairs, 2**18 scales.
+        # A matrix of 4096 x 4096, from bitsandbytes' documented layout: 2**23 bytes of pairs, 2**18
+        # scales.
         (Quantization.NF4, 2**23 + 4 * 2**18 + 4 * 16),
         (Quantization.NF4_DOUBLE, 2**23 + 2**18 + 4 * 2**10 + 4 * 256 + 4 * 16 + 4),
         (Quantization.INT8, 2**24 + 4 * 4096),
@@ -362,7 +367,9 @@ def test_quantized_bytes_of_a_large_matrix(kind: Quantization, num_bytes: int) -
 
 @pytest.mark.parametrize("name", ["llama-biases", "llama-tied", "mixtral", "qwen2-moe", "gpt2"])
 def test_linear_layers_but_the_head_are_quantized(name: str, tmp_path: Path) -> None:
-    """As transformers replaces them; biases, norms, embeddings and experts in one tensor keep their dtype."""
+    """As transformers replaces them; biases, norms, embeddings and experts in one tensor keep their
+    dtype.
+    """
     plain = _profile(name, Tuning.parse(lora="r=4,targets=all-linear", quantize=None), tmp_path)
     small = _profile(name, Tuning.parse(lora="r=4,targets=all-linear", quantize="int8"), tmp_path)
     head = _built(name).get_output_embeddings()
@@ -377,7 +384,7 @@ def test_linear_layers_but_the_head_are_quantized(name: str, tmp_path: Path) -> 
     assert small.num_params == plain.num_params
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_an_unknown_architecture_without_transformers_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def arena() -> Iterator[_native.Arena]:
         yield arena
 
 
-# ---- kernels and memory -------------------------------------------------------------------------------------------------
+# ---- kernels and memory --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_arena_larger_than_the_address_space_is_refused() -> None:
         _native.Arena(1 << 60)
 
 
-# ---- blocks and stores --------------------------------------------------------------------------------------------------
+# ---- blocks and stores ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_store_options_out_of_range_are_refused(tmp_path: Path, changes: dict[st
         _store(tmp_path, **changes)
 
 
-# ---- engine -------------------------------------------------------------------------------------------------------------
+# ---- engine --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{"io_backend": "magic"}, {"io_threads": 0}, {"queue_depth": 0}, {"update_threads": 0}])

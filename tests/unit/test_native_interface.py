@@ -59,7 +59,9 @@ def plain(header: str) -> str:
 
 
 def declarations(text: str, separator: str) -> list[tuple[str, str, int]]:
-    """Base type (``*`` appended for pointers), name and array length (0: none) of each declared name, in order."""
+    """Base type (``*`` appended for pointers), name and array length (0: none) of each declared
+    name, in order.
+    """
     found = []
     for declaration in filter(None, map(str.strip, text.split(separator))):
         base, *names = declaration.replace("const ", "").split(" ", 1)
@@ -105,7 +107,9 @@ def allowed_types(base: str, length: int) -> tuple[Any, ...]:
 
 
 def layout(fields: list[tuple[str, str, int]]) -> tuple[list[tuple[str, int, int]], int]:
-    """Name, offset and size of each field, and the size of the whole, by the rules of C for 64-bit machines."""
+    """Name, offset and size of each field, and the size of the whole, by the rules of C for 64-bit
+    machines.
+    """
     end, widest, rows = 0, 1, []
     for base, name, length in fields:
         width = SIZES["*" if base.endswith("*") else base]

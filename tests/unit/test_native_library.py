@@ -1,4 +1,6 @@
-"""The native library in a process: how it is found and refused, how its codes become exceptions, how the process ends."""
+"""The native library in a process: how it is found and refused, how its codes become exceptions,
+how the process ends.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from lightning_hetero.errors import (
 
 
 def _python(code: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter, away from the source tree: its package would hide the installed one."""
+    """Runs code in a fresh interpreter, away from the source tree: its package would hide the
+    installed one.
+    """
     parent = str(Path(lightning_hetero.__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": parent, **env}
     return subprocess.run(

@@ -21,7 +21,9 @@ from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 
 
 class FakeRecord:
-    """A parameter whose memory is garbage while it is released, and which an update finishes on ``wait``."""
+    """A parameter whose memory is garbage while it is released, and which an update finishes on
+    ``wait``.
+    """
 
     def __init__(self, parameter: nn.Parameter, name: str, state: ParameterState) -> None:
         self.name = name

@@ -251,7 +251,8 @@ def test_materialize_passes_ordinary_tensors() -> None:
     assert source.reads == 1
 
 
-# The meta device stands for one with memory of its own: whatever passes through it loses its values.
+# The meta device stands for one with memory of its own: whatever passes through it loses its
+# values.
 ELSEWHERE = torch.device("meta")
 
 

@@ -1,4 +1,6 @@
-"""The package's modules: no import leads back to where it began, and no name stands for two files of a room."""
+"""The package's modules: no import leads back to where it began, and no name stands for two files
+of a room.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(path: Path, known: set[str]) -> set[str]:
-    """The modules of the package that a file imports anywhere, inside functions and for type checkers too."""
+    """The modules of the package that a file imports anywhere, inside functions and for type
+    checkers too.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -63,7 +67,9 @@ def test_imports_make_no_circle(room: str) -> None:
 
 
 def test_only_the_table_of_public_names_mentions_parallel_training() -> None:
-    """Neither the runtime nor offloading needs to know of it: no import, no name of a module in a text."""
+    """Neither the runtime nor offloading needs to know of it: no import, no name of a module in a
+    text.
+    """
     below = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("cli", "parallel")]
     mention = re.compile(rf"{PACKAGE.name}\.parallel|\bparallel[./](strategies|pipeline|planner|recovery|elastic|replicas|shares)")
     found = {str(path.relative_to(PACKAGE)) for path in below if mention.search(path.read_text(encoding="utf-8"))}

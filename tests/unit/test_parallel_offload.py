@@ -163,7 +163,9 @@ def test_one_rank_trains_bit_for_bit_as_plain_lightning(tmp_path: Path) -> None:
 
 
 def test_a_rank_puts_an_earlier_run_aside_only_if_it_is_asked_to(tmp_path: Path) -> None:
-    """A group keeps no steps; what a run of one process has kept where a rank's files go stays all the same."""
+    """A group keeps no steps; what a run of one process has kept where a rank's files go stays all
+    the same.
+    """
     store = tmp_path / "files" / "rank-0"
     trained(HeteroOffloadStrategy("disk", disk_path=store), tmp_path)
     offload = {"plan": "disk", "disk_path": tmp_path / "files"}

@@ -1,4 +1,6 @@
-"""Blocks in which few parameters train are two: the frozen rest, and the trained part, which stays in memory."""
+"""Blocks in which few parameters train are two: the frozen rest, and the trained part, which stays
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_the_trained_part_comes_before_the_rest() -> None:
 
 @pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_a_block_of_which_more_trains_stays_one(dtype: torch.dtype, rank: int) -> None:
-    """With gradients and state, adapters of 2 * 64 * rank elements are half of 64 * 65 frozen weights, or more."""
+    """With gradients and state, adapters of 2 * 64 * rank elements are half of 64 * 65 frozen
+    weights, or more.
+    """
     few, many = partition(Net(rank=rank, dtype=dtype)), partition(Net(rank=rank + 1, dtype=dtype))
     assert [s.name for s in few] == ["embed", "layers.0:trained", "layers.0", "layers.1:trained", "layers.1"]
     assert [s.name for s in many] == ["embed", "layers.0", "layers.1"]
@@ -84,7 +88,9 @@ def test_other_blocks_stay_whole(change: Any) -> None:
 
 
 def test_records_have_parts_in_the_order_of_registration() -> None:
-    """So a store of a build that did not divide such blocks has the same parts in the same order."""
+    """So a store of a build that did not divide such blocks has the same parts in the same
+    order.
+    """
     net = Net()
     for layer in net.layers:
         layer.register_parameter("last", nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))

@@ -1,4 +1,6 @@
-"""What of a layer is shared by the ranks of a stage, and which clusters ranks describe: what ``plan="auto"`` plans with."""
+"""What of a layer is shared by the ranks of a stage, and which clusters ranks describe: what
+``plan="auto"`` plans with.
+"""
 
 from __future__ import annotations
 

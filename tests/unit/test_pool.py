@@ -1,4 +1,6 @@
-"""Host buffers and files that are used again and again, also where every batch wants other sizes."""
+"""Host buffers and files that are used again and again, also where every batch wants other
+sizes.
+"""
 
 from __future__ import annotations
 

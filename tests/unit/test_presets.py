@@ -25,7 +25,7 @@ def _model(name: str, *, batch: int = 1, sequence: int = 1024) -> ModelProfile:
     return presets.model(name, batch=batch, sequence=sequence, hardware=HARDWARE)
 
 
-# ---- parameters -------------------------------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_names_of_the_papers_tables_say_their_sizes() -> None:
         assert _model(name).num_params == pytest.approx(float(size[:-1]) * 1e9, rel=0.1), name
 
 
-# ---- saved bytes and FLOP against torch -------------------------------------------------------------------------------------
+# ---- saved bytes and FLOP against torch ----------------------------------------------------------
 
 BATCH, SEQUENCE, HIDDEN, HEADS, KV_HEADS, WIDE = 2, 24, 32, 4, 2, 96
 TOKENS = BATCH * SEQUENCE
@@ -186,7 +186,7 @@ def test_a_16_bit_block_with_dropout_saves_korthikantis_bytes() -> None:
     assert _first_layer(_gpt(flash=False), itemsize=2).activation_bytes == 34 * TOKENS * HIDDEN + squares
 
 
-# ---- shape of a profile -----------------------------------------------------------------------------------------------------
+# ---- shape of a profile --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -207,7 +207,9 @@ def test_profiles_are_consistent_and_survive_json(name: str) -> None:
 
 
 def test_flop_are_six_a_parameter_and_token_and_attention() -> None:
-    """Kaplan et al. 2020: forward and backward take 6 FLOP a parameter and token; attention over the square comes on top."""
+    """Kaplan et al. 2020: forward and backward take 6 FLOP a parameter and token; attention over
+    the square comes on top.
+    """
     layers = [b for b in _model("lohan-175b").blocks if not b.pinned]
     matrices = sum(b.num_params for b in layers)
     attention = 96 * 3 * 4 * 1024 * 1024 * 12288
@@ -258,7 +260,7 @@ def test_fp32_doubles_the_saved_hidden_states_of_16_bit() -> None:
     assert wide.compute_itemsize == 4
 
 
-# ---- machines ---------------------------------------------------------------------------------------------------------------
+# ---- machines ------------------------------------------------------------------------------------
 
 
 def _figures() -> list[str]:
@@ -322,11 +324,13 @@ def test_names_are_found_however_they_are_written() -> None:
     assert presets.device("a100_40") is DEVICES["a100-40"]
 
 
-# ---- against the papers' own figures ----------------------------------------------------------------------------------------
+# ---- against the papers' own figures -------------------------------------------------------------
 
 
 def test_lohans_13b_at_batch_32() -> None:
-    """Sections III-B and III-C: 12.5 GB between blocks, 213 GB of activations, 5.96 s of forward on an RTX 4090."""
+    """Sections III-B and III-C: 12.5 GB between blocks, 213 GB of activations, 5.96 s of forward on
+    an RTX 4090.
+    """
     model = presets.model("lohan-13b", batch=32, sequence=1024, hardware=presets.paper_machine("lohan-rtx4090"))
     layers = [b for b in model.blocks if not b.pinned]
     assert sum(b.boundary_bytes for b in layers) / GIB == pytest.approx(12.5)
@@ -350,7 +354,9 @@ def test_lohans_machine_swaps_and_streams_as_fast_as_the_paper_says() -> None:
 def test_deep_optimizer_states_machines_have_the_papers_rates(
     name: str, cpu: float, device: float, downcast: float, link: float
 ) -> None:
-    """Sections 1 and 5.4, table 1: updates are those of the whole machine, copies those of one link (docs/adr/0007)."""
+    """Sections 1 and 5.4, table 1: updates are those of the whole machine, copies those of one link
+    (docs/adr/0007).
+    """
     machine = presets.paper_machine(name)
     assert machine.world_size == 4
     assert (machine.cpu_update_params_per_s, machine.cpu_downcast_params_per_s) == (cpu, downcast)
@@ -362,13 +368,15 @@ def test_deep_optimizer_states_machines_have_the_papers_rates(
 
 
 def test_deep_optimizer_states_table_2_counts_12_h_squared_a_layer() -> None:
-    """The table's optimizer sizes are 16 bytes a parameter; 20B's are those of 44 layers, so it is left out."""
+    """The table's optimizer sizes are 16 bytes a parameter; 20B's are those of 44 layers, so it is
+    left out.
+    """
     for size, gib in {"7b": 96, "8.3b": 121, "10b": 150, "13b": 188}.items():
         layers = [b for b in _model(f"dos-{size}").blocks if not b.pinned]
         assert 16 * sum(b.num_params for b in layers) / GIB == pytest.approx(gib, rel=0.01), size
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Profiles as JSON. The golden files are rewritten with ``pytest tests/unit/test_profiles.py --update-golden``."""
+"""Profiles as JSON. The golden files are rewritten with ``pytest tests/unit/test_profiles.py
+--update-golden``.
+"""
 
 from __future__ import annotations
 

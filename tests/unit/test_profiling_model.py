@@ -1,4 +1,6 @@
-"""A profile from what was seen: whose time, whose memory, whose FLOP; against torch's own counters."""
+"""A profile from what was seen: whose time, whose memory, whose FLOP; against torch's own
+counters.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ def test_nothing_is_noted_outside_a_batch() -> None:
     assert line.stretches == []
 
 
-# ---- operators --------------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -189,7 +191,9 @@ def observe(net: Net, tokens: Tensor) -> tuple[Observed, list[Any]]:
 
 
 def saved_by_hooks(net: Net, tokens: Tensor) -> int:
-    """Bytes of storages that autograd saves, as saved-tensors hooks see them; parameters, their buffers and the batch excluded."""
+    """Bytes of storages that autograd saves, as saved-tensors hooks see them; parameters, their
+    buffers and the batch excluded.
+    """
     known = {p.untyped_storage().data_ptr() for p in [*net.parameters(), *net.buffers(), tokens]}
     found: dict[int, Tensor] = {}
 
@@ -229,7 +233,8 @@ def test_flop_equal_those_of_torchs_counter(tokens: Tensor) -> None:
         forward = counter.get_total_flops()
         loss.backward()
     net.zero_grad()
-    # before 2.15 torch has no formula for the CPU's attention kernel: q k^T, and probabilities times v
+    # before 2.15 torch has no formula for the CPU's attention kernel: q k^T, and probabilities
+    # times v
     width, (batch, length) = 16, tokens.shape
     known = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
     attention = 0 if known else 2 * (2 * batch * length * length * width)
@@ -284,7 +289,9 @@ def test_the_boundary_of_a_block_is_its_input(tokens: Tensor) -> None:
 
 
 def test_the_temporary_memory_of_a_block(tokens: Tensor) -> None:
-    """The largest: backward of the first linear of the MLP holds the gradient of its output and of its input."""
+    """The largest: backward of the first linear of the MLP holds the gradient of its output and of
+    its input.
+    """
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
     memory = RecordedMemory(observed, len(blocks))
@@ -372,7 +379,7 @@ def test_compiled_code_stays_compiled() -> None:
     assert compiled == [1]
 
 
-# ---- the profile ------------------------------------------------------------------------------------------------------------
+# ---- the profile ---------------------------------------------------------------------------------
 
 
 def shape(names: list[str]) -> ModelShape:
@@ -395,7 +402,8 @@ def test_seconds_are_medians_of_the_timed_batches_scaled_to_the_recorded_one(tok
     torch.manual_seed(1)
     observed, blocks = observe(Net(), tokens)
     observed = replace(observed, tokens=10)
-    # A batch of half the tokens, one as long as that but for a stall in every second block, and a slow one.
+    # A batch of half the tokens, one as long as that but for a stall in every second block, and a
+    # slow one.
     clocks = [timed(len(blocks), [1.0], 5), timed(len(blocks), [1.0, 50.0], 5), timed(len(blocks), [3.0], 10)]
     profile = model_profile(shape([b.name for b in blocks]), observed, clocks, compute_itemsize=4, constant_host_bytes=7)
     assert [b.forward_s for b in profile.blocks] == [(2.0, 3.0)[i % 2] for i in range(len(blocks))]

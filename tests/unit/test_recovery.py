@@ -1,4 +1,6 @@
-"""Saves on several tiers: what is read from where, what counts as complete, and what happens to damage and errors."""
+"""Saves on several tiers: what is read from where, what counts as complete, and what happens to
+damage and errors.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def saved(folders: dict[str, Path], path: Any, *steps: int, **options: Any) -> L
 
 
 def needed(layer_map: LayerMap, seed: int) -> dict[str, int]:
-    """Bytes that a whole load reads of each file: the pieces with a number of a tensor, and all of what is no tensor."""
+    """Bytes that a whole load reads of each file: the pieces with a number of a tensor, and all of
+    what is no tensor.
+    """
     pieces: dict[str, set[int]] = {}
     saved_state = state(seed)
     tensors = {f"state_dict.{name}": w for name, w in saved_state["state_dict"].items()}
@@ -92,7 +96,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-# ---- where things come from -------------------------------------------------------------------------------------------------
+# ---- where things come from ----------------------------------------------------------------------
 
 
 def test_everything_comes_from_memory_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -208,7 +212,7 @@ def _encoded(fields: dict[str, Any]) -> bytes:
     return b"%08x\n%s" % (zlib.crc32(text), text)
 
 
-# ---- what counts ------------------------------------------------------------------------------------------------------------
+# ---- what counts ---------------------------------------------------------------------------------
 
 
 def test_the_newest_complete_save_is_found(folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -302,7 +306,7 @@ def test_removing_removes_it_everywhere(folders: dict[str, Path], tmp_path: Path
         assert [int(p.name[:12]) for p in root.iterdir() if p.is_dir()] == [2]
 
 
-# ---- in the background ------------------------------------------------------------------------------------------------------
+# ---- in the background ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -367,7 +371,7 @@ def test_a_checkpoint_outlives_its_successor_that_failed(tmp_path: Path, monkeyp
     assert make({}).load(tmp_path / "1.ckpt") is not None
 
 
-# ---- others' formats --------------------------------------------------------------------------------------------------------
+# ---- others' formats -----------------------------------------------------------------------------
 
 
 def test_torch_reads_the_remote_copy(folders: dict[str, Path], tmp_path: Path) -> None:

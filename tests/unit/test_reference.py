@@ -1,4 +1,6 @@
-"""The oracle of 16-bit training against torch itself: bitwise in fp32, against hand-written steps in 16 bits."""
+"""The oracle of 16-bit training against torch itself: bitwise in fp32, against hand-written steps
+in 16 bits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The safetensors format: what the reference package writes is read, what we write it reads, and nothing else is believed."""
+"""The safetensors format: what the reference package writes is read, what we write it reads, and
+nothing else is believed.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def test_nothing_is_left_of_a_file_that_fails(tmp_path: Path) -> None:
         write_file(tmp_path / "x.safetensors", to_write({"x": torch.ones(2, dtype=torch.complex128)}))
 
 
-# ---- what is not believed ---------------------------------------------------------------------------------------------------
+# ---- what is not believed ------------------------------------------------------------------------
 
 
 def file_of(path: Path, header: Any, data: bytes = b"\0" * 8) -> Path:

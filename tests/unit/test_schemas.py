@@ -132,7 +132,7 @@ def test_every_key_is_described() -> None:
             assert described == list(part.get("properties", {}))
 
 
-# ---- the schema and the reader agree ----------------------------------------------------------------------------------------
+# ---- the schema and the reader agree -------------------------------------------------------------
 
 
 def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

@@ -65,7 +65,8 @@ def test_gradients_of_speculative_updates_stay_on_the_host_until_the_verdict() -
     needs = {u: needs_of(plan, MODEL, shared_memory=False, updates=u).host[Purpose.GRADIENTS] for u in every}
     for updates in tries:
         assert needs[updates] == needs[Updates.AFTER_VERDICT] == LAYERS * one
-        # The last block's leave the device after the verdict, which gives those back that are not needed any more.
+        # The last block's leave the device after the verdict, which gives those back that are not
+        # needed any more.
         assert peaks[updates] in (peaks[Updates.AFTER_VERDICT], peaks[Updates.AFTER_VERDICT] - one)
         assert peaks[updates] > peaks[Updates.IN_BACKWARD]
 
@@ -83,6 +84,7 @@ def test_weights_that_no_file_has_are_copied(plan: Plan, spare: int) -> None:
     peaks = [
         simulation(plan, MODEL, OWN_CPU, updates=u).prediction.host_peak_bytes for u in (Updates.AFTER_VERDICT, Updates.REDONE)
     ]
-    # The simulator counts what is really copied: not the last block of backward, whose update the verdict precedes.
+    # The simulator counts what is really copied: not the last block of backward, whose update the
+    # verdict precedes.
     assert peaks[1] - peaks[0] <= spare
     assert (peaks[1] > peaks[0]) == (spare > 0)

@@ -20,8 +20,8 @@ def _wait(at: str, start_s: float, end_s: float, *after: str, step: int = 0) -> 
     return Span(step=step, name=f"wait {at}", lane="compute", start_s=start_s, end_s=end_s, after=after)
 
 
-# Compute comes to F b at 4 and goes on at 10: UPLOAD b runs from 8 to 10, after FETCH b, from 3 to 8, which had to let FETCH a
-# pass on the disk.
+# Compute comes to F b at 4 and goes on at 10: UPLOAD b runs from 8 to 10, after FETCH b, from 3 to
+# 8, which had to let FETCH a pass on the disk.
 CHAIN = [
     _op("FETCH a", "disk_read", 0, 3),
     _op("FETCH b", "disk_read", 3, 8),

@@ -175,7 +175,7 @@ def test_a_forked_child_does_not_remove_its_parents_store(root: Path) -> None:
     store.close()
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def _refused(message: str, path: Path, root: Path, error: type[HeteroError] = ConfigError, **options: Any) -> None:
@@ -356,7 +356,7 @@ def test_files_that_a_takeover_removes_count_as_free(root: Path, monkeypatch: py
     _open(root / "mine", root, needed_bytes=4096).close()
 
 
-# ---- other processes --------------------------------------------------------------------------------------------------------
+# ---- other processes -----------------------------------------------------------------------------
 
 
 CHILD = """

@@ -1,4 +1,6 @@
-"""What a commit record holds beside the slots: values as JSON text, the map of parts, and reading both without trust."""
+"""What a commit record holds beside the slots: values as JSON text, the map of parts, and reading
+both without trust.
+"""
 
 from __future__ import annotations
 

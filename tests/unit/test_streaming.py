@@ -1,4 +1,6 @@
-"""Streaming checkpoints: the file is torch.save's, and never more than one offloaded tensor is in memory."""
+"""Streaming checkpoints: the file is torch.save's, and never more than one offloaded tensor is in
+memory.
+"""
 
 from __future__ import annotations
 

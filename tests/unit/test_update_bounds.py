@@ -1,4 +1,6 @@
-"""The bound between updates on an accelerator and on the CPU: right implementations keep it, wrong ones do not."""
+"""The bound between updates on an accelerator and on the CPU: right implementations keep it, wrong
+ones do not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whether to try updates before the verdict, learned on machines whose steps take set times by a virtual clock."""
+"""Whether to try updates before the verdict, learned on machines whose steps take set times by a
+virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from lightning_hetero.runtime.speculation_choice import Worth
 
 
 class Machine:
-    """What follows a verdict takes as long as ``times`` says; now and then a validation follows too.
+    """What follows a verdict takes as long as ``times`` says; now and then a validation follows
+    too.
 
     Args:
         times: Seconds by what the step did.

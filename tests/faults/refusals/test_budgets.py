@@ -151,7 +151,9 @@ def test_a_full_disk_is_refused(root: Path, plain: Outcome, monkeypatch: pytest.
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond: the allocation of a store's files fails as it does on a full disk."""
+    """Files of this process cannot grow beyond: the allocation of a store's files fails as it does
+    on a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

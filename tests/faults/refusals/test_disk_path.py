@@ -29,7 +29,7 @@ MIXED = Plan(name="mixed", blocks=(BlockPlan(name="model.blocks.1", weights=Tier
 NOBODY = 65534
 
 
-# ---- where the disk tier may not be -----------------------------------------------------------------------------------------
+# ---- where the disk tier may not be --------------------------------------------------------------
 
 
 def test_an_unwritable_path_is_refused(plain: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,9 @@ def test_a_changed_model_under_an_old_store_is_refused(root: Path, plain: Outcom
 
 @pytest.mark.parametrize("plan", ["disk", MIXED], ids=["disk", "mixed"])
 def test_the_same_model_uses_its_store_again_however_it_is_run(root: Path, plan: Any) -> None:
-    """Where no step is kept: validated after training, with frozen parameters, another optimizer, or another plan."""
+    """Where no step is kept: validated after training, with frozen parameters, another optimizer,
+    or another plan.
+    """
     store, module = root / "store", new_module()
 
     def strategy(plan: Any = plan) -> Any:
@@ -132,7 +134,7 @@ def test_a_store_of_a_living_process_is_refused_with_its_pid(root: Path, plain: 
     assert_same(outcome(fit(again, root, HeteroOffloadStrategy(plan="disk", disk_path=store)), again), plain)
 
 
-# ---- privacy ----------------------------------------------------------------------------------------------------------------
+# ---- privacy -------------------------------------------------------------------------------------
 
 
 class Watching(LitModel):

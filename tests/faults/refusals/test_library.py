@@ -68,11 +68,14 @@ class _Program(ctypes.Structure):
 
 
 def without_io_uring(call: Callable[[], None]) -> None:
-    """Runs ``call`` in a thread whose system calls to set up a ring are denied, as container runtimes deny them."""
+    """Runs ``call`` in a thread whose system calls to set up a ring are denied, as container
+    runtimes deny them.
+    """
     failures: list[BaseException] = []
 
     def body() -> None:
-        # Load the call's number (offset 0 of seccomp_data); io_uring_setup, 425 everywhere, returns EPERM; all else is allowed.
+        # Load the call's number (offset 0 of seccomp_data); io_uring_setup, 425 everywhere, returns
+        # EPERM; all else is allowed.
         rows = (_Filter * 4)((0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000))
         libc = ctypes.CDLL(None, use_errno=True)
         program = _Program(4, rows)

@@ -19,7 +19,7 @@ from lightning_hetero.errors import (
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
-# ---- plans and blocks -------------------------------------------------------------------------------------------------------
+# ---- plans and blocks ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["dsik", "", "zero3"])
@@ -85,7 +85,7 @@ def test_a_lazy_module_without_shapes_is_refused(root: Path) -> None:
     refused(ConfigError, ["'model.spare.weight' has no shape yet", "setup()"], root, module)
 
 
-# ---- options ----------------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_an_unknown_option_is_refused_by_name() -> None:
         HeteroOffloadStrategy(host_budget="4GiB")
 
 
-# ---- reports ----------------------------------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 def test_a_trace_that_was_not_recorded_is_said_to_be_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,8 @@
-"""Trainings that tests run in processes of their own, one module for each; ``support/train.py`` is their program.
+"""Trainings that tests run in processes of their own, one module for each; ``support/train.py`` is
+their program.
 
-Here is what they share: which rank this process is, a small network with its data, and quiet Trainers.
+Here is what they share: which rank this process is, a small network with its data, and quiet
+Trainers.
 """
 
 from __future__ import annotations
@@ -63,13 +65,17 @@ def samples(count: int, targets: int, *, seed: int = 7, dtype: torch.dtype = tor
 
 
 def loader(dataset: Dataset[Any], batch: int, *, alone: bool, **options: Any) -> DataLoader[Any]:
-    """Shuffled batches in the order of distributed samplers; ``alone`` gives plain Lightning the same order in one process."""
+    """Shuffled batches in the order of distributed samplers; ``alone`` gives plain Lightning the
+    same order in one process.
+    """
     sampler: Any = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0) if alone else None  # type: ignore[arg-type]
     return DataLoader(dataset, batch_size=batch, sampler=sampler, **{"shuffle": not alone, **options})
 
 
 def trainer(out: Path, strategy: Any, *plugins: Any, callbacks: Sequence[Callback] = (), **options: Any) -> pl.Trainer:
-    """A quiet Trainer of all ranks, or of this process alone for ``strategy="auto"``. Checkpoints come from callbacks only."""
+    """A quiet Trainer of all ranks, or of this process alone for ``strategy="auto"``. Checkpoints
+    come from callbacks only.
+    """
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # Lightning finds its environment by itself
     environment = [] if strategy == "auto" or torchrun else [LightningEnvironment()]
     defaults: dict[str, Any] = {
@@ -111,7 +117,8 @@ def single_rank() -> None:
 def ending(run: Callable[[], None], *, killed: bool) -> Any:
     """0 where training comes to its end, else the code of the signal that stops it.
 
-    With ``killed``, a rank is killed: then the name of the error by which the others notice, which is gloo's or torch's.
+    With ``killed``, a rank is killed: then the name of the error by which the others notice, which
+    is gloo's or torch's.
     """
     try:
         run()

@@ -1,4 +1,5 @@
-"""Elastic runs that begin at an ordinary checkpoint, are killed, and go on with the same ``ckpt_path``.
+"""Elastic runs that begin at an ordinary checkpoint, are killed, and go on with the same
+``ckpt_path``.
 
 Plain Lightning trains on from the same checkpoint without a stop.
 """

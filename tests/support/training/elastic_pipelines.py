@@ -1,7 +1,7 @@
 """One rank of elastic runs of pipelines, or the one process that they are compared with.
 
-Three ranks train, each on a node of its own. In the first run rank 1 is told to leave, in the second one it is killed, which is the
-end of it. ``WORLD_SIZE=2``: the others go on, by other plans.
+Three ranks train, each on a node of its own. In the first run rank 1 is told to leave, in the
+second one it is killed, which is the end of it. ``WORLD_SIZE=2``: the others go on, by other plans.
 """
 
 from __future__ import annotations

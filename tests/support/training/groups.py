@@ -1,7 +1,8 @@
 """One rank of a group in which some keep the model on tiers.
 
-Runs every scenario through ``Trainer.fit`` and saves what came of it. The last of three also trains alone, in one process, what all
-do together. Of two, sums do not depend on the order of ranks, so they are compared with DDP's bits.
+Runs every scenario through ``Trainer.fit`` and saves what came of it. The last of three also trains
+alone, in one process, what all do together. Of two, sums do not depend on the order of ranks, so
+they are compared with DDP's bits.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Net(pl.LightningModule):
 
 
 class Watcher(Notes):
-    """Also, how much of the weights is in memory as a batch begins, and what gradients hooks see."""
+    """Also, how much of the weights is in memory as a batch begins, and what gradients hooks
+    see.
+    """
 
     def __init__(self, declared: bool) -> None:
         super().__init__(declared)

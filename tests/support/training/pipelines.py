@@ -1,7 +1,7 @@
 """One rank of pipelines that train together, or the one process that they are compared with.
 
-Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as an argument, it goes on from
-there.
+Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as
+an argument, it goes on from there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ Layers = tuple[int, ...]
 
 
 def cluster_plan(*groups: tuple[int, Layers], tensor_parallel: int = 1, nodes: Sequence[str] = ()) -> ClusterPlan:
-    """A plan of groups ``(micro-batches, layers of each stage)``, all on one node, or each on one of ``nodes``."""
+    """A plan of groups ``(micro-batches, layers of each stage)``, all on one node, or each on one
+    of ``nodes``.
+    """
 
     def stage(node: str, layers: int) -> StagePlan:
         return StagePlan(node=node, device="cpu", layers=layers, micro_batch_s=1.0, memory_bytes=0)
@@ -87,7 +89,9 @@ class Head(nn.Module):
 
 
 class Net(StagedSteps, pl.LightningModule):
-    """A small transformer without attention, tied embeddings, whose loss counts tokens that are not padding."""
+    """A small transformer without attention, tied embeddings, whose loss counts tokens that are not
+    padding.
+    """
 
     padding = PADDING
 
@@ -176,7 +180,9 @@ class MeanNet(Net):
 
 
 class Notes(Callback):
-    """What happened, batch by batch: losses, and gradients of the parameters that are here, as the optimizer sees them."""
+    """What happened, batch by batch: losses, and gradients of the parameters that are here, as the
+    optimizer sees them.
+    """
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -230,7 +236,9 @@ def fit(
     node: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains; by no plan as one process, as data parallelism by ``"equal"``; with ``node`` its folder keeps copies."""
+    """Trains; by no plan as one process, as data parallelism by ``"equal"``; with ``node`` its
+    folder keeps copies.
+    """
     torch.manual_seed(RANK if plan else 0)  # all ranks have other weights; those of rank 0 count
     module = net().to(dtype)
     notes = Notes()

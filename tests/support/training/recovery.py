@@ -1,4 +1,6 @@
-"""One rank of several that train with LocalFirst; the argument is the phase. Each has its own node, which is a folder."""
+"""One rank of several that train with LocalFirst; the argument is the phase. Each has its own node,
+which is a folder.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A restart after every step of a run in turn.
 
-Each goes on from what an elastic run without a stop committed after that step, beside what plain Lightning sees of the same run.
+Each goes on from what an elastic run without a stop committed after that step, beside what plain
+Lightning sees of the same run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def fit(out: Path, steps: Path | None, *, workers: int = 0, **limits: Any) -> di
 
 
 def restarts(out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What plain Lightning sees, and what a run sees after each step; the last step first, since each commits those that follow."""
+    """What plain Lightning sees, and what a run sees after each step; the last step first, since
+    each commits those that follow.
+    """
     plain, whole = fit(out, None, **options), fit(out, out / "steps", **options)
     steps, found = CommittedSteps(out / "steps"), {0: whole}
     for step in range(plain["steps"], 0, -1):

@@ -1,7 +1,8 @@
 """One rank of elastic runs with FSDP2.
 
-Three ranks train until one of them is told to leave. Two go on, are killed between two committed steps, and go on again. With
-``WORLD_SIZE=2`` plain Lightning's weights of the same run, in one process and without a stop, are saved beside theirs.
+Three ranks train until one of them is told to leave. Two go on, are killed between two committed
+steps, and go on again. With ``WORLD_SIZE=2`` plain Lightning's weights of the same run, in one
+process and without a stop, are saved beside theirs.
 """
 
 from __future__ import annotations

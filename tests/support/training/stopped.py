@@ -1,6 +1,7 @@
 """One rank that is stopped again and again, and goes on each time, all in this process.
 
-The result of plain Lightning without a stop is saved beside it, and what the runs of :mod:`support.training.restarts` see.
+The result of plain Lightning without a stop is saved beside it, and what the runs of
+:mod:`support.training.restarts` see.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Net(Regression, pl.LightningModule):
 
 
 class Events(Callback):
-    """Ends incarnations, and notes what the run went through; a step that is done again replaces its notes."""
+    """Ends incarnations, and notes what the run went through; a step that is done again replaces
+    its notes.
+    """
 
     def __init__(self, notes: dict[Any, Any], stops: bool) -> None:
         self.notes, self.stops = notes, stops

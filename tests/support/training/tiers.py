@@ -1,7 +1,9 @@
-"""One rank of an elastic run whose nodes keep the model on different tiers; the argument is the incarnation.
+"""One rank of an elastic run whose nodes keep the model on different tiers; the argument is the
+incarnation.
 
-In the first incarnation the node that has everything on disk is killed, rank 0, between two committed steps. Two nodes go on until
-one of them is told to leave. Then all three are there, as other ranks, and train to the end.
+In the first incarnation the node that has everything on disk is killed, rank 0, between two
+committed steps. Two nodes go on until one of them is told to leave. Then all three are there, as
+other ranks, and train to the end.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Events(Callback):
 
 
 def fit(out: Path, strategy: Any, signals: dict[int, signal.Signals], *, killed: bool = False) -> dict[str, Any]:
-    """Trains to the end, or until a signal or the end of another rank stops it; with ``killed``, rank 0 is killed."""
+    """Trains to the end, or until a signal or the end of another rank stops it; with ``killed``,
+    rank 0 is killed.
+    """
     first = WORLD == 1 or (killed and RANK == 0)
     torch.manual_seed(0 if first else os.getpid())  # whatever the others begin with
     net, events = Net(torch.float64, uneven=False), Events(signals)

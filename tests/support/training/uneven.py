@@ -1,7 +1,7 @@
 """One rank of several with uneven batches, or the one process that they are compared with.
 
-Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as an argument, one process goes on
-from there.
+Runs every scenario through ``Trainer.fit`` and saves the results. With the file of a checkpoint as
+an argument, one process goes on from there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Forwards of every form: nested values, blocks in blocks, blocks used twice, checkpointing, compiled blocks."""
+"""Forwards of every form: nested values, blocks in blocks, blocks used twice, checkpointing,
+compiled blocks.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,9 @@ def test_functions_with_saved_tensors_of_their_own(x: Tensor, rules: Any) -> Non
 
 
 def test_compiled_blocks(x: Tensor) -> None:
-    """What compiled code saves is followed; it is recomputed where the block itself was compiled, else refused by name."""
+    """What compiled code saves is followed; it is recomputed where the block itself was compiled,
+    else refused by name.
+    """
     block = Block(lambda block, x: block.linear(x).sin().exp() * 2, linear=nn.Linear(32, 32))
     compiled = torch.compile(block, backend="aot_eager")
 

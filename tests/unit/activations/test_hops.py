@@ -99,7 +99,9 @@ def test_batches_of_other_lengths_lock_no_new_pages(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("to", [HOST, DISK], ids=["host", "disk"])
 def test_storages_come_back_as_aligned_as_an_allocator_has_them(to: Any, files: SwapFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries choose a kernel by the alignment of its arguments: another one may give other bits."""
+    """Libraries choose a kernel by the alignment of its arguments: another one may give other
+    bits.
+    """
     found: list[int] = []
     leave = SavedStorage.leave
 
@@ -168,7 +170,9 @@ def test_an_error_of_a_lane_reaches_backward(x: Tensor) -> None:
 
 
 def test_a_copy_without_a_wait_is_detected(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poison: memory that is given up before its bytes have left, as a schedule without the edge would."""
+    """Poison: memory that is given up before its bytes have left, as a schedule without the edge
+    would.
+    """
     net = Net()
     expected = plain(net, lambda: net(x))
     slow, gate = EmulatedLanes(EmulatedDevice(memory="1MiB", d2h_bytes_per_s=1.0), poison=True), threading.Event()

@@ -38,7 +38,9 @@ def test_no_policy_changes_a_bit(x: Tensor, rules: Any, issue: bool, lanes: Call
 
 
 def test_operators_of_a_profile_are_found_again(x: Tensor) -> None:
-    """Each of them swapped alone moves the bytes that the profile gives it, in the first block and in a later one."""
+    """Each of them swapped alone moves the bytes that the profile gives it, in the first block and
+    in a later one.
+    """
     net = Net()
     profile = profiled(net, net.blocks(), lambda: net(x))
     assert {"norm", "qkv", ATTENTION, "mlp.0", "mlp.1", "add"} <= {o.name for o in profile[0].operators}
@@ -74,7 +76,9 @@ def test_moved_bytes_equal_the_plans_sums(x: Tensor) -> None:
 
 
 def test_tensors_leave_one_by_one_and_return_in_one_copy_per_block(x: Tensor) -> None:
-    """Batched swap-in (ProTrain, figure 1, G): the link is not asked for many small transfers in backward."""
+    """Batched swap-in (ProTrain, figure 1, G): the link is not asked for many small transfers in
+    backward.
+    """
     net = Net()
 
     class Counting(InlineLanes):
@@ -101,7 +105,9 @@ def test_tensors_leave_one_by_one_and_return_in_one_copy_per_block(x: Tensor) ->
 
 
 def test_swapped_tensors_are_not_on_the_device_between_forward_and_backward(x: Tensor) -> None:
-    """Bytes of storages alive at the end of forward: blocks' inputs, q, k and v, or what plain forward leaves."""
+    """Bytes of storages alive at the end of forward: blocks' inputs, q, k and v, or what plain
+    forward leaves.
+    """
     net = Net(layers=3)
     hidden = x.numel() * 4
 

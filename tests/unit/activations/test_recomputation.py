@@ -43,7 +43,9 @@ def test_running_statistics_count_every_forward_once() -> None:
 
 
 def counting(block: Block, x: Tensor) -> Tensor:
-    """Changes one buffer in place and puts another one in the place of the second; both decide what comes out."""
+    """Changes one buffer in place and puts another one in the place of the second; both decide what
+    comes out.
+    """
     calls = block.calls
     calls.running.add_(1)
     calls.mean = calls.mean * 0.5 + x.detach().mean(0)
@@ -100,7 +102,9 @@ def test_a_forward_that_does_something_else_is_refused() -> None:
 
 
 def test_operators_that_ran_only_once_spare_nothing_that_follows_them(x: Tensor) -> None:
-    """A cache that the first forward filled: what follows is found nowhere by its place, and is repeated."""
+    """A cache that the first forward filled: what follows is found nowhere by its place, and is
+    repeated.
+    """
     cache: list[Tensor] = []
 
     def rotary(block: Block, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError
 from lightning_hetero.runtime.lanes import InlineLanes, Lanes
 
-# ---- storages ---------------------------------------------------------------------------------------------------------------
+# ---- storages ------------------------------------------------------------------------------------
 
 
 def _views(block: Block, x: Tensor) -> Tensor:
@@ -44,8 +44,8 @@ def test_a_storage_moves_once_for_all_its_saved_views() -> None:
         driver.begin()
         loss = block(x).sum()
         driver.out()
-        # y; the sine, the square and their product, as factors; the exponential. All are of whole 512 bytes, which y without
-        # the end of its last row is not.
+        # y; the sine, the square and their product, as factors; the exponential. All are of whole
+        # 512 bytes, which y without the end of its last row is not.
         assert driver.moved("b") == 4 * (64 * 64 + 3 * 48 * 64 + 64 * 32)
         assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
@@ -153,7 +153,7 @@ def test_saved_weights_are_references_to_where_weights_are_in_backward(x: Tensor
             assert all(torch.equal(found[name], grad) for name, grad in expected[1].items())
 
 
-# ---- in-place operators -----------------------------------------------------------------------------------------------------
+# ---- in-place operators --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("saved", [KEEP, RECOMPUTE, HOST])

@@ -220,7 +220,7 @@ def test_a_wrong_request_exits_2_with_its_reason(arguments: list[str], reason: s
     assert reason in parsed("plan-cluster", *arguments, code=2)["error"]
 
 
-# ---- launch -----------------------------------------------------------------------------------------------------------------
+# ---- launch --------------------------------------------------------------------------------------
 
 
 def _plan(*groups: tuple[str, ...], tensor_parallel: int = 1) -> ClusterPlan:

@@ -1,4 +1,6 @@
-"""The command itself: how it starts, what it refuses, how it writes numbers, and its page in the documentation."""
+"""The command itself: how it starts, what it refuses, how it writes numbers, and its page in the
+documentation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 
-# ---- starting ---------------------------------------------------------------------------------------------------------------
+# ---- starting ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_the_version_equals_the_packages() -> None:
     assert invoke("--version").stdout == f"lightning-hetero {__version__}\n"
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 REFUSALS: list[tuple[list[str], str]] = [
@@ -121,7 +123,7 @@ def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch,
     assert "in broken" in result.stderr
 
 
-# ---- the page ---------------------------------------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -150,7 +152,7 @@ def test_documented_planners_are_the_real_ones() -> None:
     assert set(re.findall(r"`(\w+)`", row)) == {*PLANNERS, "all"}
 
 
-# ---- numbers ----------------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

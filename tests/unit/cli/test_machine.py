@@ -14,7 +14,7 @@ from lightning_hetero.cli import doctor, profile, system
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.units import GIB, MIB
 
-# ---- profile ----------------------------------------------------------------------------------------------------------------
+# ---- profile -------------------------------------------------------------------------------------
 
 
 def test_profile_shows_every_figure_with_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_without_a_machine_the_plan_is_for_this_one(monkeypatch: pytest.MonkeyPa
     assert here["predicted"] == named["predicted"]
 
 
-# ---- doctor -----------------------------------------------------------------------------------------------------------------
+# ---- doctor --------------------------------------------------------------------------------------
 
 
 def test_doctor_finds_nothing_wrong_with_a_good_place(tmp_path: Path) -> None:

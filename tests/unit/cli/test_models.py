@@ -187,7 +187,7 @@ def test_adapters_belong_to_a_hugging_face_model(machine: list[str]) -> None:
     assert "--model x needs --batch and --sequence" in needs
 
 
-# ---- a head in chunks as a remedy -------------------------------------------------------------------------------------------
+# ---- a head in chunks as a remedy ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ def test_heads_that_cannot_be_cut_are_refused(more: dict[str, Any], why: str, tm
     assert "chunked_head" not in invoke("plan", *options).stdout
 
 
-# ---- a smaller batch as a remedy --------------------------------------------------------------------------------------------
+# ---- a smaller batch as a remedy -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planner", ["holistic", "resident"])

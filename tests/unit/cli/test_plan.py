@@ -20,7 +20,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Saved
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.units import GIB, MIB
 
-# ---- plan -------------------------------------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 
 
 def test_plan_prints_one_object_with_the_planners_own_words(profiles: list[str]) -> None:
@@ -186,7 +186,7 @@ def test_an_option_with_few_values_is_one_of_them() -> None:
         planning.run({"choosy": choosy}, MODEL, HARDWARE, {"saved": "never"})
 
 
-# ---- a plan's origin --------------------------------------------------------------------------------------------------------
+# ---- a plan's origin -----------------------------------------------------------------------------
 
 
 def test_a_plan_remembers_its_origin_relative_to_its_file(plan_file: Path, tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def test_a_plan_that_splits_the_batch_computes_its_parts(tmp_path: Path, profile
         explained = parsed("explain", path, *profiles)
         assert explained["predicted"] == got["predicted"]
         assert sum(explained["where"]["activations"].values()) == 7 * 140 * MIB // parts
-    # The same work in halves; how much of it runs beside updates, which slow it down, differs a little.
+    # The same work in halves; how much of it runs beside updates, which slow it down, differs a
+    # little.
     assert times[2] == pytest.approx(times[1], rel=0.02)
 
 

@@ -1,4 +1,6 @@
-"""``lightning-hetero inspect``, ``verify``, ``export``, ``import``: what is where, whether it is whole, and in another format."""
+"""``lightning-hetero inspect``, ``verify``, ``export``, ``import``: what is where, whether it is
+whole, and in another format.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(raw)
 
 
-# ---- inspect ----------------------------------------------------------------------------------------------------------------
+# ---- inspect -------------------------------------------------------------------------------------
 
 
 def test_inspect_shows_a_stores_step_blocks_and_parameters(trained: Path) -> None:
@@ -123,7 +125,7 @@ def test_an_unknown_kind_exits_2(command: str, make: Any, words: str, tmp_path: 
     assert words in parsed(command, tmp_path / "x", code=2)["error"]
 
 
-# ---- verify -----------------------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 
 
 def test_a_complete_file_has_no_faults(trained: Path, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_short_safetensors_file_is_a_fault(tmp_path: Path) -> None:
     assert "end at byte" in parsed("verify", tmp_path, code=1)["faults"][0]
 
 
-# ---- export and import ------------------------------------------------------------------------------------------------------
+# ---- export and import ---------------------------------------------------------------------------
 
 
 def test_weights_go_to_safetensors_and_back(trained: Path, tmp_path: Path) -> None:

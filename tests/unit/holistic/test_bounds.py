@@ -17,7 +17,7 @@ from lightning_hetero.planners.holistic.bounds import Matrices, Quantity, SpareM
 from lightning_hetero.planners.holistic.relaxation import Practice, Relaxation
 from lightning_hetero.planners.holistic.segments import segments
 
-# ---- bounds -----------------------------------------------------------------------------------------------------------------
+# ---- bounds --------------------------------------------------------------------------------------
 
 
 def test_uses_of_a_resident_block() -> None:
@@ -104,10 +104,12 @@ def test_a_slow_link_bounds_by_the_weights_that_pass_it() -> None:
 def test_updates_bound_the_time_after_forward() -> None:
     slow = replace(ROOMY, cpu_update_params_per_s=1e8)  # 0.1 s a block, 0.7 s all; compute takes 0.21 s
     nothing_waits = _bound_s(BlockPlan(name="*"), slow)
-    # All updates follow the last block's backward and come before its next forward: its compute, 0.03 s, is beside none of them.
+    # All updates follow the last block's backward and come before its next forward: its compute,
+    # 0.03 s, is beside none of them.
     assert nothing_waits == pytest.approx(0.7 + 0.03)
     last_first = replace(slow, cpu_update_params_per_s=1e9)
-    # The first block's gradients, update and weights follow all compute: 2 ms each way, 10 ms between.
+    # The first block's gradients, update and weights follow all compute: 2 ms each way, 10 ms
+    # between.
     assert _bound_s(BlockPlan(name="*"), last_first) == pytest.approx(7 * 0.03 + 0.014)
 
 
@@ -121,7 +123,7 @@ def test_contention_makes_two_kinds_of_work_take_longer_than_the_longer() -> Non
     assert quiet < crowded
 
 
-# ---- the programme ----------------------------------------------------------------------------------------------------------
+# ---- the programme -------------------------------------------------------------------------------
 
 
 def test_segments_cover_the_model_and_are_short_at_its_ends() -> None:
@@ -160,8 +162,8 @@ def test_the_bound_of_a_machine_without_choice_equals_its_plan() -> None:
 
 
 def test_the_bound_recomputes_only_as_memory_requires() -> None:
-    # 980 MB of weights and state leave 520 MB, 25 MB of them for one block's transients and gradients: 205 MB of 700 MB must go. Of
-    # each block 50 MB cost a fifth of its forward.
+    # 980 MB of weights and state leave 520 MB, 25 MB of them for one block's transients and
+    # gradients: 205 MB of 700 MB must go. Of each block 50 MB cost a fifth of its forward.
     alone = replace(ROOMY, device_memory_bytes=1500 * MB, link_h2d_bytes_per_s=0.0, disk_capacity_bytes=0)
     bound = Relaxation(MODEL, alone).bound_s()
     assert bound == pytest.approx(7 * 0.031 + 205 / 50 * 0.2 * 0.01)

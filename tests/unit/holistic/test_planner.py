@@ -27,7 +27,7 @@ from lightning_hetero.planners.micro_batches import split
 SLOW_CPU = replace(ROOMY, name="slow cpu", cpu_update_params_per_s=1e7)
 
 
-# ---- the planner ------------------------------------------------------------------------------------------------------------
+# ---- the planner ---------------------------------------------------------------------------------
 
 
 def test_everything_stays_on_the_device_if_it_fits() -> None:
@@ -182,7 +182,7 @@ def test_updates_that_wait_for_all_gradients_are_planned_as_such() -> None:
     assert later.objective_s > now.objective_s
 
 
-# ---- splitting the batch ----------------------------------------------------------------------------------------------------
+# ---- splitting the batch -------------------------------------------------------------------------
 
 
 def test_a_split_batch_has_the_same_work_in_all() -> None:
@@ -220,7 +220,7 @@ def test_the_hosts_own_cpu_splits_no_batch() -> None:
     assert plan(MODEL, OWN_CPU, micro_batches=(1, 2)).micro_batches == 1
 
 
-# ---- nothing fits -----------------------------------------------------------------------------------------------------------
+# ---- nothing fits --------------------------------------------------------------------------------
 
 
 def test_an_error_names_the_tightest_tier_and_its_shortage() -> None:

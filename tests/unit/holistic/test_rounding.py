@@ -21,7 +21,9 @@ CPU = (Tier.HOST, Tier.HOST, UpdateLane.CPU)
 
 
 def _shares(relaxation: Relaxation, share: float) -> Relaxed:
-    """A share of all blocks is resident, the others' weights and state are on the host; everything that is saved is kept."""
+    """A share of all blocks is resident, the others' weights and state are on the host; everything
+    that is saved is kept.
+    """
     shares = []
     for place in range(len(relaxation.segments)):
         mine: dict[str | None, dict[object, float]] = {}

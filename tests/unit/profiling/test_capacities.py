@@ -33,7 +33,8 @@ def test_without_control_groups_memory_is_the_machines(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("visible", [True, False], ids=["on the host", "in a container"])
 def test_a_groups_limit_counts_and_pages_that_it_could_drop_are_free(tmp_path: Path, visible: bool) -> None:
-    # In a container the path is the host's and only the container's own group is mounted, at the root.
+    # In a container the path is the host's and only the container's own group is mounted, at the
+    # root.
     place = "user/job/" if visible else ""
     root = _files(
         tmp_path / "groups",

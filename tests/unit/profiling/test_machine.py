@@ -30,7 +30,7 @@ QUICK_S = 0.2
 SHM = Path("/dev/shm")
 
 
-# ---- the whole --------------------------------------------------------------------------------------------------------------
+# ---- the whole -----------------------------------------------------------------------------------
 
 
 class _Once(NamedTuple):
@@ -47,7 +47,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Once]:
     path, home = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, home)
-        # As on a machine whose caches are known: a share of memory, not their size, decides how much is moved.
+        # As on a machine whose caches are known: a share of memory, not their size, decides how
+        # much is moved.
         patch.setattr(machine_module, "_cache_bytes", lambda: 0)
         before = torch.random.get_rng_state()
         profile = measure(path, device="cpu", seconds=QUICK_S)
@@ -155,7 +156,9 @@ def test_capacities_equal_those_of_this_moment(measured: HardwareProfile, once: 
 
 
 class _Accelerated(MeasuredMachine):
-    """The CPU in the part of an accelerator: what moves between the two is copied within the host."""
+    """The CPU in the part of an accelerator: what moves between the two is copied within the
+    host.
+    """
 
     __slots__ = ()
 
@@ -198,7 +201,7 @@ def test_copies_that_halve_each_other_have_a_contention_of_two() -> None:
     assert found == {("copy", "copy"): 2.0, ("copy", "update"): 2.0, ("update", "copy"): 1.0}
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from lightning_hetero.profiling.timing import Load, Measured, alone, progress, r
 
 
 class _Clock(threading.local):
-    """Every thread has a time of its own, which only its steps advance: what else the machine does cannot be seen."""
+    """Every thread has a time of its own, which only its steps advance: what else the machine does
+    cannot be seen.
+    """
 
     now_s = 0.0
 

@@ -29,7 +29,7 @@ from lightning_hetero.planners.protrain.formulas import (
 )
 from lightning_hetero.planners.protrain.search_space import Configuration
 
-# ---- chunk size (B.1) -------------------------------------------------------------------------------------------------------
+# ---- chunk size (B.1) ----------------------------------------------------------------------------
 
 
 def test_a_block_never_straddles_two_chunks() -> None:
@@ -55,17 +55,19 @@ def test_the_chunk_size_equals_that_of_the_whole_grid(sizes: list[int], interval
 
 
 def test_the_chunks_of_table_4() -> None:
-    # GPT-2 10B: 48 layers of hidden size 4096, one chunk each, and one for the embeddings: 49 chunks.
+    # GPT-2 10B: 48 layers of hidden size 4096, one chunk each, and one for the embeddings: 49
+    # chunks.
     h = 4096
     ten = [50257 * h + 1024 * h, *[12 * h * h + 13 * h] * 48]
     assert len(pack(ten, best_chunk_params(ten))) == 49
-    # GPT-2 1B with the table's 32 layers, at hidden size 1600 (the paper does not give it): 12 chunks.
+    # GPT-2 1B with the table's 32 layers, at hidden size 1600 (the paper does not give it): 12
+    # chunks.
     h = 1600
     one = [50257 * h + 1024 * h, *[12 * h * h + 13 * h] * 32]
     assert len(pack(one, best_chunk_params(one))) == 12
 
 
-# ---- activations (3.1.1) ----------------------------------------------------------------------------------------------------
+# ---- activations (3.1.1) -------------------------------------------------------------------------
 
 
 def test_figure_2_swaps_the_first_block_of_each_interval_and_leaves_the_last_blocks_alone() -> None:
@@ -94,7 +96,7 @@ def test_the_interval_is_as_many_blocks_as_hide_one_swap_out() -> None:
     assert swap_interval(blocks, 0.0) == 0
 
 
-# ---- run time (A.1), against sums by hand -----------------------------------------------------------------------------------
+# ---- run time (A.1), against sums by hand --------------------------------------------------------
 
 
 def _times(**changes: tuple[float, ...]) -> ChunkTimes:
@@ -131,7 +133,8 @@ def test_equation_3() -> None:
 
 
 def test_equation_5_and_its_tail() -> None:
-    # i=1: max(4+0, 0, 3.25); i=2: max(6+1, 0, 9.25); i=3: max(8, 7.5, 0); i=4: max(0, 0, 0); the first chunk's gradients: 0.25
+    # i=1: max(4+0, 0, 3.25); i=2: max(6+1, 0, 9.25); i=3: max(8, 7.5, 0); i=4: max(0, 0, 0); the
+    # first chunk's gradients: 0.25
     assert backward_s(_times(), (0.0, 1.0, 0.0), persistent=1, buffers=1) == 4.0 + 9.25 + 8.0 + 0.0 + 0.25
     # without a buffer the last chunk arrives before anything computes
     assert backward_s(_times(), (0.0, 1.0, 0.0), persistent=1, buffers=0) == 4.0 + 9.25 + 8.0 + 7.5 + 0.25
@@ -159,8 +162,9 @@ def test_a_chunk_costs_as_much_as_its_blocks_and_each_device_copies_its_shard() 
 
 
 def test_transfers_beside_a_swap_run_at_the_reduced_bandwidth() -> None:
-    # Block 0 leaves while block 1 computes (the interval is 2): chunk 2 arrives then, and in backward chunk 0 arrives and the
-    # gradients of chunk 2 leave. The two directions share 10 bytes/s of DRAM: 5 each instead of 8.
+    # Block 0 leaves while block 1 computes (the interval is 2): chunk 2 arrives then, and in
+    # backward chunk 0 arrives and the gradients of chunk 2 leave. The two directions share 10
+    # bytes/s of DRAM: 5 each instead of 8.
     model = model_of(*[block_of(activation_bytes=24)] * 4)
     space = space_with(model, hardware_of(host_dram_bytes_per_s=10.0), 8)
     assert space.swap_interval == 2
@@ -175,7 +179,7 @@ def test_transfers_beside_a_swap_run_at_the_reduced_bandwidth() -> None:
     assert measured.times(1).upload == (alone, alone, 2 * alone, 2 * alone)
 
 
-# ---- memory (A.2) -----------------------------------------------------------------------------------------------------------
+# ---- memory (A.2) --------------------------------------------------------------------------------
 
 
 def test_equations_8_and_9_walk_operator_by_operator() -> None:
@@ -183,7 +187,8 @@ def test_equations_8_and_9_walk_operator_by_operator() -> None:
         OperatorMemory(cur_prior=1, peak_prior=2, cur_op=3, peak_op=20, act=50),
         OperatorMemory(cur_prior=0, peak_prior=70, cur_op=-4, peak_op=5, act=30),
     ]
-    # cur(0) = 100 + 80 = 180; peaks 180 + 2, 180 + 1 + 20 = 201; cur(1) = 180 + 1 + 3 - 50 = 134; peaks 134 + 70 = 204, 139.
+    # cur(0) = 100 + 80 = 180; peaks 180 + 2, 180 + 1 + 20 = 201; cur(1) = 180 + 1 + 3 - 50 = 134;
+    # peaks 134 + 70 = 204, 139.
     assert peak_base_bytes(100, rows) == 204
     assert peak_base_bytes(100, rows[:1]) == 171  # 150 + 1 + 20
     assert peak_base_bytes(7, []) == 7
@@ -222,10 +227,12 @@ def test_a_configuration_adds_up_on_both_tiers() -> None:
     model = model_of(*[block_of(activation_bytes=24)] * 4, constant_device_bytes=100, constant_host_bytes=1000)
     space = space_with(model, hardware_of(), 8)
     config = Configuration(persistent_chunks=1, chunk_buffers=2, swap_blocks=1, checkpoint_blocks=2)
-    # Eq. 10: all that is saved, 96, without one swapped block and two recomputed ones but for their inputs; a persistent chunk has
-    # 2 + 12 bytes a parameter, a buffer 2. And on its way: the swapped block, and gradients of two.
+    # Eq. 10: all that is saved, 96, without one swapped block and two recomputed ones but for their
+    # inputs; a persistent chunk has 2 + 12 bytes a parameter, a buffer 2. And on its way: the
+    # swapped block, and gradients of two.
     assert space.device_bytes(config) == 100 + (96 - 24 - 2 * 22) + 8 * 14 + 2 * 8 * 2 + 24 + 2 * 8 * 2
-    # three chunks of 2 + 12 bytes a parameter, and of gradients on their way; one block's activations
+    # three chunks of 2 + 12 bytes a parameter, and of gradients on their way; one block's
+    # activations
     assert space.host_bytes(config) == 1000 + 3 * 8 * 14 + 3 * 8 * 2 + 24
     everything = Configuration(persistent_chunks=4, chunk_buffers=0, swap_blocks=0, checkpoint_blocks=0)
     assert space.host_bytes(everything) == 1000

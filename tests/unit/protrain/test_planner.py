@@ -29,7 +29,7 @@ from lightning_hetero.planners.protrain.search_space import Configuration, Space
 GIB = 2**30
 
 
-# ---- the search (3.1.2) -----------------------------------------------------------------------------------------------------
+# ---- the search (3.1.2) --------------------------------------------------------------------------
 
 
 def _configurations(space: Space) -> Iterator[Configuration]:
@@ -101,7 +101,7 @@ def test_a_swap_that_could_not_return_in_time_is_not_allowed() -> None:
     assert not busy.swaps_return_in_time(replace(config, chunk_buffers=0))
 
 
-# ---- the planner ------------------------------------------------------------------------------------------------------------
+# ---- the planner ---------------------------------------------------------------------------------
 
 
 def _gpt(layers: int = 24, hidden: int = 4096, *, batch: int = 4, flop_per_s: float = 60e12) -> ModelProfile:

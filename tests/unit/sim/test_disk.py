@@ -59,7 +59,9 @@ def test_on_a_disk_that_is_not_duplex_reads_and_writes_take_turns() -> None:
 
 
 def test_among_transfers_that_wait_for_the_disk_writes_of_a_block_come_before_its_reads() -> None:
-    """12 pieces of 2 transfers each, their state and weights: the disk is handed four reads, then what is most urgent."""
+    """12 pieces of 2 transfers each, their state and weights: the disk is handed four reads, then
+    what is most urgent.
+    """
     model = model_of(12 * 2**18)
     ops = [
         make_op(OpKind.RELEASE, 0, Lane.DISK_READ, 2, num_bytes=12 * MIB),
@@ -70,7 +72,8 @@ def test_among_transfers_that_wait_for_the_disk_writes_of_a_block_come_before_it
     hardware = replace(GPU, disk_duplex=False, cpu_update_params_per_s=1e15)  # a second a piece, read or written
     schedule = schedule_of(1, ops, resident=frozenset({0}), waits={"F:0": {"carried": ((OpKind.STORE, 0),)}})
     spans = spans_of(simulated(schedule, plan_of(ON_DISK), model, hardware, staging=100 * MIB))
-    # A fifth read takes the place of the first, whose update is over a moment later; its write is the next, behind four.
+    # A fifth read takes the place of the first, whose update is over a moment later; its write is
+    # the next, behind four.
     assert spans["STORE l0"][0] == 3 + 5
     assert spans["STORE l0"][1] == 3 + 24
     assert 3 + 12 < spans["FETCH state l0"][1] < 3 + 24
@@ -102,7 +105,9 @@ def test_an_update_with_gradients_works_with_three_buffers_however_small_staging
 
 
 def test_nothing_is_computed_that_may_not_be_written_yet() -> None:
-    """Another block's write outlasts the next step's backward; this one's update waits for the commit behind both."""
+    """Another block's write outlasts the next step's backward; this one's update waits for the
+    commit behind both.
+    """
     model, plan = model_of(DISK_PARAMS, DISK_PARAMS, itemsize=2), plan_of(*[replace(ON_DISK, weights=Tier.HOST)] * 2)
     first = disk_step(open_at=2).ops[:3]
     second = [replace(o, block=1, id=o.id + 3, after=tuple(i + 3 for i in o.after)) for o in first]
@@ -121,7 +126,9 @@ def test_nothing_is_computed_that_may_not_be_written_yet() -> None:
 
 
 def test_weights_that_compute_waits_for_overtake_queued_transfers() -> None:
-    """Block 1 has 12 chunks of state to read, a second each; of the 8 that are with the disk 2 are done as block 0 is fetched."""
+    """Block 1 has 12 chunks of state to read, a second each; of the 8 that are with the disk 2 are
+    done as block 0 is fetched.
+    """
     model = model_of(DISK_PARAMS, 12 * 2**18, itemsize=2)
     plan = plan_of(ON_DISK, replace(ON_DISK, weights=Tier.HOST))
     weights = 2 * DISK_PARAMS  # half a second
@@ -153,7 +160,9 @@ def test_large_reads_are_never_with_the_disk_as_a_whole() -> None:
 
 
 def test_an_update_with_gradients_takes_staging_back_from_those_without() -> None:
-    """Five buffers: block 0 has read ahead into three, block 1 then needs three, so one of block 0's is read again."""
+    """Five buffers: block 0 has read ahead into three, block 1 then needs three, so one of block
+    0's is read again.
+    """
     model, plan = model_of(DISK_PARAMS, DISK_PARAMS, itemsize=2), plan_of(*[replace(ON_DISK, weights=Tier.HOST)] * 2)
     ops = [
         make_op(OpKind.FETCH, 0, Lane.DISK_READ, 1, Payload.STATE, num_bytes=9 * MIB),
@@ -168,7 +177,8 @@ def test_an_update_with_gradients_takes_staging_back_from_those_without() -> Non
     schedule = schedule_of(2, ops, waits={"F:0": {"carried": UPDATE_0}, "F:1": {"carried": UPDATE_1}})
     spans = spans_of(simulated(schedule, plan, model, hardware, staging=5 * 7 * MIB // 2))
     assert spans["FETCH state l1"] == (4, 5.5)
-    # Block 0 has all by 2.5; its third piece comes again once block 1 has written its first, 24 s after that is updated at 5.5.
+    # Block 0 has all by 2.5; its third piece comes again once block 1 has written its first, 24 s
+    # after that is updated at 5.5.
     assert spans["FETCH state l0"] == (1, 30)
     roomy = spans_of(simulated(schedule, plan, model, hardware, staging=100 * MIB))
     assert roomy["FETCH state l0"] == (1, 2.5)

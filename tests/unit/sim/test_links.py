@@ -62,6 +62,8 @@ def test_times_add_on_a_disk_that_is_not_duplex() -> None:
 
 
 def test_a_slower_kind_leaves_the_link_to_others_instead_of_paying_twice() -> None:
-    """What contention takes from an update already makes room in memory: the disk does not slow it down again."""
+    """What contention takes from an update already makes room in memory: the disk does not slow it
+    down again.
+    """
     machine = replace(MACHINE, contention={"update|disk": 1.2})
     assert _rates(machine, Work.CPU_UPDATE, Work.DISK_READ) == pytest.approx({Work.CPU_UPDATE: 70, Work.DISK_READ: 4})

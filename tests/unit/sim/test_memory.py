@@ -30,7 +30,9 @@ from lightning_hetero.sim import Simulation
 
 
 def _changes(simulation: Simulation, tier: str) -> list[tuple[float, int]]:
-    """When the tier's occupancy changes in the reported step, and to what; simultaneous changes are one."""
+    """When the tier's occupancy changes in the reported step, and to what; simultaneous changes are
+    one.
+    """
     column = {"device": 1, "host": 2}[tier]
     last = {row[0]: row[column] for row in simulation.memory.timeline}
     rows = list(last.items())
@@ -141,7 +143,8 @@ def test_gradients_of_micro_batches_add_up_in_one_place_on_the_host() -> None:
 def test_weights_below_the_device_take_room_there_between_upload_and_release() -> None:
     simulation = simulated(upload_schedule(), plan_of(ON_HOST, ON_HOST), model_of(1, 1))
     device = [(at, num_bytes) for at, num_bytes in _changes(simulation, "device")]
-    # Block 0's upload comes before the step begins. RELEASEs are issued as F:0 and F:1 end; gradients follow.
+    # Block 0's upload comes before the step begins. RELEASEs are issued as F:0 and F:1 end;
+    # gradients follow.
     assert device == [(0, 40), (1, 30), (4, 4), (6, 8), (8, 10)]
 
 

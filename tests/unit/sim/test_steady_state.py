@@ -30,11 +30,13 @@ from lightning_hetero.ir.schedule import Lane, OpKind, Payload, StepSignature, U
 from lightning_hetero.lowering import cache_sizes, lower, steady
 from lightning_hetero.sim import simulate
 
-# ---- steady state -----------------------------------------------------------------------------------------------------------
+# ---- steady state --------------------------------------------------------------------------------
 
 
 def test_a_step_that_leaves_all_as_it_found_it_is_reported() -> None:
-    """The first step finds all weights up to date; the others wait for what the step before has left."""
+    """The first step finds all weights up to date; the others wait for what the step before has
+    left.
+    """
     simulation = simulated(HOST_STEP, plan_of(ON_HOST, ON_HOST), model_of(10, 60), steps=8)
     assert simulation.iterations_s == (7, 10)
     assert simulation.steady
@@ -57,7 +59,9 @@ def test_steps_that_never_settle_are_averaged_without_the_first() -> None:
 
 
 def test_steps_that_take_turns_are_averaged_over_their_cycle() -> None:
-    """Writes take longer than compute; what of them spills into the next step differs from step to step."""
+    """Writes take longer than compute; what of them spills into the next step differs from step to
+    step.
+    """
     model = model_of(*[2**20] * 8)
     blocks = tuple(replace(b, forward_s=0.01, backward_s=0.02) for b in model.blocks)
     model, plan = replace(model, blocks=blocks), plan_of(*[ON_DISK] * 8)
@@ -78,7 +82,7 @@ def test_the_same_plan_always_gives_the_same_simulation() -> None:
     assert simulated(disk_step(open_at=1), plan, model, FAST_CPU) == simulated(disk_step(open_at=1), plan, model, FAST_CPU)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_needs_impossible_work_is_refused() -> None:
@@ -86,7 +90,7 @@ def test_a_plan_that_needs_impossible_work_is_refused() -> None:
         simulated(HOST_STEP, plan_of(ON_HOST, ON_HOST), model_of(10, 20), replace(GPU, cpu_update_params_per_s=0.0))
 
 
-# ---- effort -----------------------------------------------------------------------------------------------------------------
+# ---- effort --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", Tier)

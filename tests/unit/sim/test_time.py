@@ -57,7 +57,9 @@ def test_an_update_on_the_cpu_overlaps_with_backward_and_the_next_forward_waits_
 
 @pytest.mark.parametrize(("pinned", "begin_s"), [(False, 4), (True, 6)])
 def test_the_backward_of_a_pinned_block_issues_nothing(pinned: bool, begin_s: float) -> None:
-    """The runtime has no anchor there: what the schedule issues at it comes with the verdict, after the block's backward."""
+    """The runtime has no anchor there: what the schedule issues at it comes with the verdict, after
+    the block's backward.
+    """
     model = model_of(10, 10)
     model = replace(model, blocks=(replace(model.blocks[0], pinned=pinned), model.blocks[1]))
     simulation = simulated(schedule_of(2, [update_op(1, 3)]), plan_of(ON_HOST, ON_HOST), model, CPU)
@@ -85,7 +87,8 @@ def test_a_forward_waits_for_its_own_update_only() -> None:
     spans = spans_of(simulation, 1)
     assert spans["wait F l1"] == (1, 4)
     assert spans["F l1"] == (4, 5)
-    # The step: 4 + 2 forward and waiting, 4 backward (its update of block 1 has run 2 of its 6 s), 1 update of block 0.
+    # The step: 4 + 2 forward and waiting, 4 backward (its update of block 1 has run 2 of its 6 s),
+    # 1 update of block 0.
     assert simulation.prediction.iteration_s == 5 + 4 + 1
     assert simulation.waits == {"UPDATE": 1 + 3}
     waited = [s.waited_for for s in simulation.trace.spans if s.name == "wait F l1"]
@@ -103,7 +106,9 @@ def test_copies_of_one_direction_run_in_the_order_of_the_schedule() -> None:
 
 
 def test_copies_and_updates_share_host_memory() -> None:
-    """An update that takes 28 bytes a parameter of memory of 290 bytes a second: 280 alone, 280 beside a copy of 10 as well."""
+    """An update that takes 28 bytes a parameter of memory of 290 bytes a second: 280 alone, 280
+    beside a copy of 10 as well.
+    """
     ops = [
         make_op(OpKind.GRAD, 1, Lane.D2H, 3, Payload.GRADIENTS, num_bytes=10),
         update_op(1, 3),
@@ -121,7 +126,8 @@ def test_copies_and_updates_share_host_memory() -> None:
 def test_work_slows_down_only_while_the_other_kind_runs() -> None:
     hardware = replace(GPU, contention={"compute|update": 2.0, "update|compute": 4.0})
     simulation = simulated(HOST_STEP, plan_of(ON_HOST, ON_HOST), model_of(10, 3), hardware)
-    # Update 1 (0.3 s alone) takes 1.2 s, in which B:0 does 0.6 of its 2 s; update 0 then runs alone.
+    # Update 1 (0.3 s alone) takes 1.2 s, in which B:0 does 0.6 of its 2 s; update 0 then runs
+    # alone.
     assert spans_of(simulation)["UPDATE l1"] == pytest.approx((4, 5.2))
     assert spans_of(simulation)["B l0"] == pytest.approx((4, 6.6))
     assert simulation.prediction.iteration_s == pytest.approx(7.6)
@@ -153,7 +159,9 @@ def test_micro_batches_follow_each_other_and_only_the_last_one_updates() -> None
 
 
 def _reduced(*sizes: int) -> Schedule:
-    """Gradients are summed over devices before each block's update on the device; collectives take their turns."""
+    """Gradients are summed over devices before each block's update on the device; collectives take
+    their turns.
+    """
     anchors = range(len(sizes) + 1, 2 * len(sizes) + 1)  # the begins that end the backwards of the last, ..., the first block
     ops: list[Op] = []
     for at, block in zip(anchors, reversed(range(len(sizes))), strict=True):
@@ -164,7 +172,9 @@ def _reduced(*sizes: int) -> Schedule:
 
 
 def test_collectives_run_one_after_the_other_beside_compute() -> None:
-    """Of two devices each sends half: 80 bytes take 4 s at 10 bytes a second. The first one hides in part behind backward."""
+    """Of two devices each sends half: 80 bytes take 4 s at 10 bytes a second. The first one hides
+    in part behind backward.
+    """
     machine = replace(GPU, world_size=2, collective_bytes_per_s=10.0)
     simulation = simulated(_reduced(60, 80), plan_of(RESIDENT, RESIDENT), model_of(20, 20), machine)
     spans = spans_of(simulation)
@@ -207,7 +217,8 @@ def test_a_host_that_is_the_device_waits_for_all_updates_once_it_runs_some_itsel
     schedule = schedule_of(2, [update_op(1, 3), update_op(0, 4, Lane.COMPUTE)])
     plan, model = plan_of(RESIDENT, ON_HOST), model_of(10, 50)
     assert simulated(schedule, plan, model).prediction.iteration_s == 6.5
-    # The two share the update threads: block 1 has run 2 s of 5 as they meet; 1 s at half speed for 0.5 s each, and the rest.
+    # The two share the update threads: block 1 has run 2 s of 5 as they meet; 1 s at half speed for
+    # 0.5 s each, and the rest.
     simulation = simulated(schedule, plan, model, CPU)
     assert simulation.prediction.iteration_s == pytest.approx(6 + 2 + 2)
     assert simulation.waits == {"UPDATE": pytest.approx(2)}
