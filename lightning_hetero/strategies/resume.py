@@ -17,6 +17,7 @@ from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format import record, stored_model, value_shapes
 from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, read_manifest
 from lightning_hetero.store.format.pins import pins
@@ -132,6 +133,7 @@ def _last_record(path: Path) -> record.StepRecord:
             f"{str(ring)!r} has {names} names; allowed: one. Hard links, as cp -al makes them, would mix the records of two runs. "
             f"Make it a file of its own: cp {old} {own} && mv {own} {old}. Or remove the other name."
         )
+    wait_for_files(path, [ring.name])
     with Store(
         path, uuid=identity_of(path, manifest).bytes, create=False, direct_io=False, durability=1, verify_digests=False,
         num_blocks=layout["num_blocks"], user_bytes=layout["user_bytes"],

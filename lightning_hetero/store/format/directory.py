@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
+from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.manifest import (
     MANIFEST,
     check_same_store,
@@ -192,6 +193,7 @@ class StoreDirectory:
                 check_same_store(path, old, geometry)
                 if resume:
                     identity, layout, origin = identity_of(path, old), layout_of(path, old), old.get("origin")
+                    wait_for_files(path, _own_names(directory_fd))
             volume = _check_volume(path, directory_fd, limits)
             if old_fd is not None and not resume:
                 _remove_files(directory_fd)
@@ -373,7 +375,7 @@ def _remove_leftover(path: Path) -> None:
     directory_fd = os.open(path, _DIRECTORY)
     try:
         _check_owner(path, directory_fd)
-        manifest_fd = lock_manifest(path, directory_fd)
+        manifest_fd = lock_manifest(path, directory_fd, waits=False)
         if manifest_fd is None:
             raise ConfigError(f"{str(path)!r} has no {MANIFEST}.")
         try:

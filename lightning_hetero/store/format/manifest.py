@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError, StoreBusyError
+from lightning_hetero.store.format.holders import lock
 
 FORMAT = "lightning-hetero-store"
 VERSION = 2  # 1 aligned parameters to 16 elements of any size
@@ -36,8 +37,10 @@ def _fingerprint(geometry: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode()).hexdigest()
 
 
-def lock_manifest(path: Path, directory_fd: int) -> int | None:
+def lock_manifest(path: Path, directory_fd: int, *, waits: bool = True) -> int | None:
     """The locked manifest of the directory; ``None`` if there is none.
+
+    Waits for the lock of a process that has ended, unless ``waits`` is false.
 
     Raises:
         StoreBusyError: A living process holds it.
@@ -51,17 +54,14 @@ def lock_manifest(path: Path, directory_fd: int) -> int | None:
         except OSError as error:
             raise ConfigError(f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path.") from error
         try:
-            manifest = read_manifest(path, manifest_fd)
-            fcntl.flock(manifest_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            user = read_manifest(path, manifest_fd).get("pid")
+            if not lock(manifest_fd, path / MANIFEST, user=user if type(user) is int else None, waits=waits):
+                raise StoreBusyError(
+                    f"disk_path {str(path)!r} is in use by process {user}. Wait for it to end, or choose another disk_path."
+                )
             if _is_current(manifest_fd, directory_fd):  # else it was replaced between open and lock
                 return manifest_fd
             os.close(manifest_fd)
-        except BlockingIOError as error:
-            os.close(manifest_fd)
-            raise StoreBusyError(
-                f"disk_path {str(path)!r} is in use by process {manifest.get('pid')}. Wait for it to end, or choose another "
-                f"disk_path."
-            ) from error
         except BaseException:
             os.close(manifest_fd)
             raise
