@@ -26,7 +26,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError, StoreError
 from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.early_state import is_filled
 from lightning_hetero.runtime.offloaded_parameter import materialize
@@ -91,9 +91,15 @@ class StateSnapshot:
             raise HeteroError("nothing of this snapshot was copied.")
         view, done = memory_of(out), 0
         while done < len(view):
-            got = os.preadv(self._copies.fileno(), [view[done:]], offset + done)
+            try:
+                got = os.preadv(self._copies.fileno(), [view[done:]], offset + done)
+            except OSError as error:
+                raise StoreError(
+                    f"a copy in {str(self._folder)!r} of what was in memory cannot be read at offset {offset + done}: "
+                    f"{error.strerror}. If the disk fails, choose another disk_path or default_root_dir."
+                ) from error
             if not got:
-                raise OSError(f"the copy ends at byte {offset + done}")
+                raise StoreError(f"a copy in {str(self._folder)!r} of what was in memory ends at byte {offset + done}.")
             done += got
 
     def close(self) -> None:
@@ -164,7 +170,11 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
     links = path / f"saving-{uuid.uuid4().hex[:8]}"
     snapshot(path, links, slots)
     linked_bytes = sum((path / name).stat().st_size for name in slots)
-    return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes)
+    try:
+        return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes)
+    except BaseException:
+        shutil.rmtree(links, ignore_errors=True)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

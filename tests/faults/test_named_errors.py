@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Recipe, Shape, assert_same
 from support.resuming import after, train
+from support.unreadable import Unreadable
 
 from lightning_hetero.errors import CheckpointWriteError, ConfigError, StoreError
 from lightning_hetero.store.format import record, value_shapes
@@ -135,16 +136,27 @@ def test_a_file_that_cannot_be_removed_is_named_and_nothing_is_lost(tmp_path: Pa
     assert_same(train(tmp_path, HeteroOffloadStrategy("host", disk_path=store), RECIPE, store=store), after(plain, 2))
 
 
-def test_a_slot_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path, HeteroOffloadStrategy("disk", disk_path=tmp_path / "store"), RECIPE, stop=2)
-    with StoreFiles(tmp_path / "store") as store:
-        assert store.record is not None
-        block = next(b for b in store.record.blocks)
-        with store.slot(block) as slot:
+def test_whatever_read_of_a_store_fails_the_file_is_named(tmp_path: Path) -> None:
+    train(tmp_path, HeteroOffloadStrategy("disk", disk_path=tmp_path / "store", verify_digests=True), RECIPE, stop=2)
 
-            def broken(*_: Any) -> int:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def read_all() -> None:
+        with StoreFiles(tmp_path / "store") as store:
+            assert store.record is not None
+            for block in store.record.blocks:
+                with store.slot(block) as slot:
+                    slot.read_weights(0, torch.empty(16))
+                    slot.read_state(0, 0, torch.empty(16))
+                    assert slot.has_digests
+                    assert not list(slot.check())
 
-            monkeypatch.setattr(os, "preadv", broken)
-            with pytest.raises(StoreError, match=rf"block {block.id}: .*{block.file}' cannot be read at offset \d+: Input/output"):
-                slot.read_weights(0, torch.empty(16))
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Unreadable(patch, "/store/", -1)
+        read_all()
+    assert {Path(path).name[:6] for path in whole.reads} == {"MANIFE", "COMMIT", "block-"}
+    for number in range(len(whole.reads)):
+        with pytest.MonkeyPatch.context() as patch:
+            broken = Unreadable(patch, "/store/", number)
+            with pytest.raises(StoreError, match=r"cannot be read.*Input/output error") as raised:
+                read_all()
+        assert repr(broken.failed) in str(raised.value)
+        assert ("block " in str(raised.value)) is ("block-" in broken.failed)

@@ -23,10 +23,11 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from support.properties import examples
 from support.scripts import run_script
 from support.strategies import on_device
+from support.unreadable import Unreadable
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, LocalFirst, Plan, Tier
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import CheckpointWriteError, ConfigError, StoreError
 from lightning_hetero.parallel.recovery import tiers
 from lightning_hetero.parallel.recovery.writer import LayerWriter
 from lightning_hetero.runtime.directories import Directories
@@ -263,3 +264,35 @@ def test_a_run_with_local_first_continues_from_its_store(tmp_path: Path, first: 
     assert len(got.losses) == BATCHES - 2
     again = fit(tmp_path, offload(first), LocalFirst(**local), recipe=recipe, epochs=3, resume="newest")
     assert_same(again, last(expected, BATCHES))
+
+
+@pytest.mark.parametrize(
+    ("plan", "files", "number"),
+    [
+        ("disk", r"/saving-.*/MANIFEST", 0),
+        ("disk", r"/saving-.*/COMMIT", 0),
+        ("disk", r"/saving-.*/block-", 0),
+        ("disk", r"/saving-.*/block-", 3),
+        ("host", r"store/.*\(deleted\)", 0),
+    ],
+    ids=["manifest", "record", "head", "contents", "copy"],
+)
+def test_what_cannot_be_read_while_a_save_is_written_is_named(tmp_path: Path, plan: str, files: str, number: int) -> None:
+    """Training ends with the file's name. A run goes on from what was kept, and saves again."""
+    expected, store = fit(tmp_path / "plain", "auto", epochs=3, saves=False), tmp_path / "store"
+
+    def run(resume: Path | None = None) -> Outcome:
+        strategy = HeteroOffloadStrategy(plan, disk_path=store)
+        return fit(tmp_path, strategy, LocalFirst(disk=tmp_path / "saves"), epochs=3, resume=resume)
+
+    with pytest.MonkeyPatch.context() as patch:
+        broken = Unreadable(patch, files, number)
+        with pytest.raises((CheckpointWriteError, StoreError), match=r"cannot be read.*Input/output error") as raised:
+            run()
+    assert broken.failed.removesuffix(" (deleted)") in str(raised.value) or ("a copy in" in str(raised.value) and plan == "host")
+    assert "Traceback" not in str(raised.value)
+    assert not list(tmp_path.rglob("*saving-*"))
+    got = run(resume=store)
+    assert 0 < len(got.losses) < 3 * BATCHES
+    assert_same(got, last(expected, len(got.losses)))
+    assert LocalFirst(disk=tmp_path / "saves").checkpoints.load(tmp_path / "run" / "epoch=2.ckpt") is not None

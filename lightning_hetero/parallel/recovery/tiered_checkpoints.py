@@ -230,6 +230,9 @@ class TieredCheckpoints:
                     return  # the earlier error is raised; a checkpoint stays if its successor failed
                 try:
                     job(*arguments)
+                except CheckpointException as error:  # it is no Exception
+                    failed = "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+                    raise CheckpointWriteError(f"writing {what} failed: {failed}") from error
                 except Exception as error:
                     raise CheckpointWriteError(f"writing {what} failed: {error}") from error
 
@@ -332,8 +335,8 @@ class TieredCheckpoints:
         try:
             load(state, storage_reader=reader, planner=planner, process_group=self._group)
         except CheckpointException as error:  # every rank's errors in one
-            causes = [e for e, _ in error.failures.values() if isinstance(e, HeteroError)]
-            raise (causes[0] if causes else error) from None
+            causes = [e for e, _ in error.failures.values()]
+            raise next((e for e in causes if isinstance(e, HeteroError)), causes[0]) from None
         for where, stand_in in elsewhere.items():
             set_element(state, where, stand_in)
         self.bytes_read = reader.bytes

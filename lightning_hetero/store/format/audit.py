@@ -225,22 +225,23 @@ class StoreFiles:
         except OSError as error:
             self.notes.append(Fault(-1, "COMMIT", 0, f"it cannot be opened: {error.strerror or error}"))
             return
-        with open(descriptor, "rb", buffering=0) as ring:
+        try:
             size = os.fstat(descriptor).st_size
             length = size // _RING
             if size % (_RING * PAGE) or not PAGE <= length <= _RECORD_BYTES_MAX:
                 self.notes.append(Fault(-1, "COMMIT", 0, f"{size} bytes are not {_RING} records of whole pages"))
                 return
             for place in range(_RING):
-                found = self._read_record(ring, place, length)
+                found = self._read_record(descriptor, place, length)
                 if found is not None and (self.record is None or found.sequence > self.record.sequence):
                     self.record = found
+        finally:
+            os.close(descriptor)
         if self.record is None and not self.notes:
             self.notes.append(Fault(-1, "COMMIT", 0, "there is no record: no step was committed"))
 
-    def _read_record(self, ring: Any, place: int, length: int) -> CommitRecord | None:
-        ring.seek(place * length)
-        head = ring.read(_RECORD.size)
+    def _read_record(self, ring: int, place: int, length: int) -> CommitRecord | None:
+        head = _read_at(ring, self.path / "COMMIT", place * length, _RECORD.size)
         if len(head) < _RECORD.size or not any(head):
             return None  # never written
         magic, owner, sequence, step, num_blocks, user_bytes, version, crc = _RECORD.unpack(head)
@@ -255,7 +256,8 @@ class StoreFiles:
         elif sequence % _RING != place:
             fault = f"record {sequence} is in the place of another"
         else:
-            payload = ring.read(num_blocks * _ENTRY.size + user_bytes)
+            payload_bytes = num_blocks * _ENTRY.size + user_bytes
+            payload = _read_at(ring, self.path / "COMMIT", place * length + _RECORD.size, payload_bytes)
             if crc32c(payload, crc32c(head[:-4] + bytes(4))) != crc:
                 fault = "the record's checksum differs"
         if fault:
@@ -264,6 +266,21 @@ class StoreFiles:
         entries = enumerate(_ENTRY.iter_unpack(payload[: num_blocks * _ENTRY.size]))
         blocks = tuple(CommittedBlock(i, s, w, slot, bool(h)) for i, (s, w, slot, h) in entries if slot in (0, 1))
         return CommitRecord(sequence, step, blocks, payload[num_blocks * _ENTRY.size :])
+
+
+def _read_at(descriptor: int, file: Path, offset: int, length: int, whose: str = "") -> bytes:
+    """At most so many bytes of a file."""
+    try:
+        return os.pread(descriptor, length, offset)
+    except OSError as error:
+        raise _unreadable(file, offset, error, whose) from error
+
+
+def _unreadable(file: Path, offset: int, error: OSError, whose: str) -> StoreError:
+    return StoreError(
+        f"{whose}{str(file)!r} cannot be read at offset {offset}: {error.strerror}. If the disk fails, go on from a checkpoint on "
+        f"another one."
+    )
 
 
 def step_of_slot(store: StoreFiles, name: str) -> int:
@@ -335,7 +352,7 @@ class SlotFile:
         g = self.geometry
         if g.weights_on_disk_file or not (g.state_on_disk_file and self.block.has_state):
             return bool(self._digests)
-        footer = os.pread(self._descriptor, _STAMP.size, self._state_start + self._footer_offset(0))
+        footer = self._bytes(self._state_start + self._footer_offset(0), _STAMP.size)
         return len(footer) == _STAMP.size and bool(_STAMP.unpack(footer)[-2])
 
     def check(self) -> Iterator[Fault]:
@@ -397,7 +414,7 @@ class SlotFile:
             chunk, first = divmod(start + done, size)
             count = min(out.numel() - done, self._chunk_elements(chunk) - first)
             begin = self._state_start + chunk * self._state_stride
-            tail = os.pread(self._descriptor, _STAMP.size + _DIGEST_BYTES, begin + self._footer_offset(chunk))
+            tail = self._bytes(begin + self._footer_offset(chunk), _STAMP.size + _DIGEST_BYTES)
             if len(tail) < _STAMP.size + _DIGEST_BYTES:
                 raise self._corrupt(begin, "the file ends here")
             if what := self._stamp_fault(tail[: _STAMP.size], b"HTOFOOT1", chunk, tail[_STAMP.size :]):
@@ -418,12 +435,12 @@ class SlotFile:
         return None
 
     def _read_head(self) -> None:
-        fixed = os.pread(self._descriptor, _STAMP.size + _GEOMETRY.size, 0)
+        fixed = self._bytes(0, _STAMP.size + _GEOMETRY.size)
         if len(fixed) < _STAMP.size + _GEOMETRY.size:
             raise self._corrupt(0, "the file ends here")
         number, dtype, elements, state, weights_here, state_here, slots, chunk = _GEOMETRY.unpack(fixed[_STAMP.size :])
         num_chunks = -(-elements // chunk) if chunk > 0 and 0 < elements < 1 << 44 else 0
-        digests = os.pread(self._descriptor, min(num_chunks * _DIGEST_BYTES, _HEAD_BYTES_MAX), len(fixed))
+        digests = self._bytes(len(fixed), min(num_chunks * _DIGEST_BYTES, _HEAD_BYTES_MAX))
         # A head that its checksum proves was written by the engine; only then its numbers are used.
         if what := self._stamp_fault(fixed[: _STAMP.size], b"HTOHEAD1", num_chunks, fixed[_STAMP.size :] + digests):
             raise self._corrupt(0, what)
@@ -481,6 +498,9 @@ class SlotFile:
             return "the stamp is of another rewrite: a write was lost"
         return "" if crc32c(stamp[:-4] + bytes(4) + rest) == crc else "the stamp's checksum differs"
 
+    def _bytes(self, offset: int, length: int) -> bytes:
+        return _read_at(self._descriptor, self._store.path / self.block.file, offset, length, f"block {self.block.id}: ")
+
     def _read(self, offset: int, length: int, out: torch.Tensor) -> bool:
         view, done = memory_of(out)[:length], 0
         while done < length:
@@ -488,10 +508,7 @@ class SlotFile:
                 got = os.preadv(self._descriptor, [view[done:]], offset + done)
             except OSError as error:
                 file = self._store.path / self.block.file
-                raise StoreError(
-                    f"block {self.block.id}: {str(file)!r} cannot be read at offset {offset + done}: {error.strerror}. If the disk "
-                    f"fails, go on from a checkpoint on another one."
-                ) from error
+                raise _unreadable(file, offset + done, error, f"block {self.block.id}: ") from error
             if got <= 0:
                 return False
             done += got

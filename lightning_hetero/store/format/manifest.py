@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.errors import ConfigError, StoreBusyError
+from lightning_hetero.errors import ConfigError, StoreBusyError, StoreError
 from lightning_hetero.store.format.holders import lock
 
 FORMAT = "lightning-hetero-store"
@@ -79,11 +79,16 @@ def read_manifest(path: Path, manifest_fd: int) -> dict[str, Any]:
 
     Raises:
         ConfigError: It is not a manifest of ours.
+        StoreError: It cannot be read.
     """
     status = os.fstat(manifest_fd)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size <= _BYTES_MAX:
+        try:
+            content = os.pread(manifest_fd, _BYTES_MAX, 0)
+        except OSError as error:
+            raise StoreError(f"{str(path / MANIFEST)!r} cannot be read: {error.strerror}.") from error
         with contextlib.suppress(ValueError, RecursionError):
-            manifest = json.loads(os.pread(manifest_fd, _BYTES_MAX, 0))
+            manifest = json.loads(content)
             if isinstance(manifest, dict) and manifest.get("format") == FORMAT:
                 return manifest
     raise ConfigError(f"disk_path {str(path)!r} holds a file {MANIFEST} that is not a store's. Choose another disk_path.")
