@@ -169,6 +169,35 @@ def test_init_module_and_every_plan_do_the_same(plan: str, tmp_path: Path, moved
     assert_same(outcome(trainer, module), expected)
 
 
+def placed(module: Lit, strategy: Any, root: Path, precision: Any) -> dict[str, Tensor]:
+    """The weights as a fit places them, without a step."""
+    trainer = quiet_trainer(strategy=strategy, max_steps=0, default_root_dir=root, limit_val_batches=0, precision=precision)
+    trainer.fit(module, data())
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "precision"),
+    # NumPy, through which one of them writes, has no bfloat16.
+    [(c, p) for c in CHANGES for p in ("bf16-true", "16-true") if (c, p) != ("change_through_views", "bf16-true")],
+)
+def test_16_bit_weights_begin_as_without_the_strategy(
+    change: str, precision: Any, tmp_path: Path, moved: list[nn.Parameter]
+) -> None:
+    plain, module = Lit(CHANGES[change]), Lit(CHANGES[change])
+    expected = placed(plain, "auto", tmp_path, precision)
+    assert not moved
+    got = placed(module, HeteroOffloadStrategy(plan="disk"), tmp_path, precision)
+    assert len(moved) > 3
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name], value), name
+    assert module.random is not None
+    assert torch.equal(module.random, plain.random)
+    assert not list(tmp_path.iterdir())
+
+
 def test_16_bit_weights_are_converted_within_the_share(tmp_path: Path, moved: list[nn.Parameter]) -> None:
     """``convert_module`` gives parameters of another dtype new memory; from there they go to the
     file again.
@@ -177,14 +206,7 @@ def test_16_bit_weights_are_converted_within_the_share(tmp_path: Path, moved: li
     def keep_wide(module: Any) -> None:
         module.model.blocks[0].up = nn.Linear(24, 51, dtype=torch.float32)
 
-    weights = []
-    for strategy in ("auto", HeteroOffloadStrategy(plan="disk")):
-        module = Lit(keep_wide)
-        trainer = quiet_trainer(
-            strategy=strategy, max_steps=0, default_root_dir=tmp_path, limit_val_batches=0, precision="bf16-true"
-        )
-        trainer.fit(module, data())
-        weights.append({name: value.clone() for name, value in module.state_dict().items()})
+    weights = [placed(Lit(keep_wide), s, tmp_path, "bf16-true") for s in ("auto", HeteroOffloadStrategy(plan="disk"))]
     assert weights[0]["model.blocks.0.up.weight"].dtype is torch.bfloat16
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert sum(p.shape == (51, 24) for p in moved) == 5, "three, the wide one that takes the place of one, and that one again"
