@@ -102,7 +102,7 @@ class Placer:
                 num_params=sum(p.num_elements for p in block.parts),
                 num_trainable_params=sum(p.numel() for p in trainable),
                 weight_bytes=sum(p.weight_bytes for p in block.parts),
-                gradient_bytes=sum(p.nbytes for p in block.params() if p.requires_grad and self._bindings),
+                gradient_bytes=self._gradient_bytes(block),
                 state_bytes=sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts),
                 pinned=block.spec.pinned,
                 in_place_bytes=sum(p.weight_bytes for p in block.parts if p.in_place is not None),
@@ -115,6 +115,15 @@ class Placer:
                 )  # fmt: skip
             rows.append(sizes)
         return ModelShape(name=name, blocks=tuple(rows), kept_every=self._kept_every)
+
+    def _gradient_bytes(self, block: Block) -> int:
+        """Gradients that leave a device have memory with the layout of their part and its gaps."""
+        if not self._bindings:
+            return 0
+        if self._options.device is None:
+            return sum(p.nbytes for p in block.params() if p.requires_grad)
+        trained = [part for part in block.parts if any(p.requires_grad for p in part.params)]
+        return sum(part.num_elements * part.dtype.itemsize for part in trained)
 
     def _chunk_bytes(self) -> int:
         """Enough for every part with state: a model may be validated first, or unfrozen later."""

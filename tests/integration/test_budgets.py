@@ -11,9 +11,11 @@ import lightning.pytorch as pl
 import pytest
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer, run
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.callbacks import _names, table
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Tier
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -48,6 +50,29 @@ def test_evaluation_needs_no_memory_for_gradients(tmp_path: Path) -> None:
     trainer = quiet_trainer(strategy=HeteroOffloadStrategy("resident", host_memory=weights * 5 // 4), default_root_dir=tmp_path)
     trainer.validate(module, data(2), verbose=False)
     assert len(module.losses) == 2
+
+
+def test_gradients_that_have_left_a_device_take_what_the_budget_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device each parameter begins at a multiple of 512 bytes, and so do the gradients that
+    left it.
+    """
+    held, take = list[int](), HostGradients._buffer
+
+    def buffer(gradients: HostGradients, *args: Any) -> Any:
+        found = take(gradients, *args)
+        held.append(sum(one.memory.nbytes for one in gradients._buffers.values()))
+        return found
+
+    monkeypatch.setattr(HostGradients, "_buffer", buffer)
+    strategy, counted = HeteroOffloadStrategy("host", device=EmulatedDevice("4MiB")), list[int]()
+
+    class Asks(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            assert strategy.session is not None
+            counted.append(sum(block.gradient_bytes for block in strategy.session.running.model.blocks))
+
+    run(Recipe(clip=0.3), strategy, tmp_path, callbacks=[Asks()])  # all gradients wait for the norm
+    assert max(held) == counted[0]
 
 
 def test_before_each_block_s_backward_there_is_room_for_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
