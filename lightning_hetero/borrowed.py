@@ -192,6 +192,7 @@ ATTRIBUTES = (
     Borrowed("lightning optimizer:_optimizer", "The optimizer inside Lightning's."),
     Borrowed("trainer:_accelerator_connector._num_nodes_flag", "Nodes before there is a strategy."),
     Borrowed("trainer:_accelerator_connector._parallel_devices", "The same of devices."),
+    Borrowed("scaler:_scale", "The scale of the loss on its device; ``get_scale`` waits for that."),
     Borrowed("metric:_defaults", "The states of a metric, which a repeated batch sets back."),
     Borrowed("transformers.PreTrainedModel._init_weights", "How a model's modules are initialized."),
     Borrowed("transformers.PreTrainedModel._no_split_modules", "The classes of its blocks."),

@@ -51,7 +51,7 @@ class Executor:
         self.blocks, self.store, self.updater, self.lanes = run.blocks, run.store, run.updater, run.lanes
         self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
         self.residency: Residency = HostResidency(context) if run.side is None else DeviceResidency(context, run.side)
-        self.speculation = Speculation(run.store, run.turn)  # updates that run before the verdict
+        self.speculation = Speculation(run.store, run.turn, run.lanes)  # updates that run before the verdict
         self.speculation.enabled = context.placement.rules.speculates
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
         self.watcher: Watcher | None = None  # is told of anchors, too

@@ -13,7 +13,8 @@ and an update with the gradients as they were is right.
 A ``GradScaler`` divides all gradients by the scale and looks for one that is not finite. Its own
 function does both here too, early and block by block. The scaler itself skips the step and lowers
 the scale. Optimizers that divide gradients themselves (``fused=True``) speculate with the scale
-that the loss was multiplied by.
+that the loss was multiplied by. As a batch begins, its scale is sent to the host, where it is known
+by the time that the first gradient is: nothing waits for the device.
 
 docs/architecture.md says what is different on a device with memory of its own.
 """
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
-from lightning_hetero.runtime.lanes import OpEvent
+from lightning_hetero.runtime.lanes import All, Event, Lanes, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.speculation_choice import Worth
 from lightning_hetero.runtime.updates import DueUpdate
@@ -58,12 +59,12 @@ class Speculation:
     verdict: :meth:`keep`, or :meth:`discard` and :meth:`again`, or :meth:`skip`.
     """
 
-    def __init__(self, store: TierStore, turn: AbstractContextManager[bool | None]) -> None:
+    def __init__(self, store: TierStore, turn: AbstractContextManager[bool | None], lanes: Lanes) -> None:
         self.enabled = False  # only the verdict delays updates
         self.trying = False  # the step under way speculates
         self.discarded = False  # the verdict on it was to discard
         self.worth = Worth()  # chooses whether a step speculates
-        self._store, self._turn = store, turn
+        self._store, self._turn, self._lanes = store, turn, lanes
         self._scaler: torch.amp.GradScaler | None = None
         self._unscale: Function | None = None  # the scaler's function for all gradients
         self._tried: dict[int, Trial] = {}
@@ -71,7 +72,8 @@ class Speculation:
         self._norms: dict[int, Tensor] = {}  # by the parameter's id
         self._unscaled: set[int] = set()
         self._found: list[Tensor] = []  # above 0 if a gradient was not finite
-        self._loss_scale = 1.0
+        self._sent_scale: Tensor | None = None  # host memory for the scale of the batch's loss
+        self._scale_sent: Event = All(())
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Divides gradients by the scale of this scaler, with its own function."""
@@ -86,7 +88,23 @@ class Speculation:
         self._found.clear()
         self.trying = training and self.enabled and self.worth.tries
         if self.trying and self._scaler is not None:
-            self._loss_scale = self._scaler.get_scale()
+            self._send_scale(self._scaler)
+
+    def _send_scale(self, scaler: torch.amp.GradScaler) -> None:
+        if self._sent_scale is None:
+            self._sent_scale = self._lanes.host_buffer(4).view(torch.float32)
+        if scaler._scale is None:  # before the first loss
+            self._sent_scale.fill_(scaler.get_scale())
+        else:
+            self._sent_scale.copy_(scaler._scale, non_blocking=True)
+        self._scale_sent = self._lanes.mark()
+
+    def _loss_scale(self) -> float:
+        """What the loss of this batch was multiplied by."""
+        if self._sent_scale is None:
+            raise HeteroError("no scaler is followed, and one unscales.")
+        self._scale_sent.wait()
+        return float(self._sent_scale)
 
     # ---- before the verdict ----------------------------------------------------------------------
 
@@ -122,7 +140,7 @@ class Speculation:
             self._divide(params, due.binding)
             self._take_norms(params)
         if self._scaler is not None and _divides(due.binding):
-            due = replace(due, scale=1.0 / self._loss_scale)
+            due = replace(due, scale=1.0 / self._loss_scale())
         return Trial(due, divided=not on_device or self._left[due.block.index])
 
     def submitted(self, trial: Trial, end: OpEvent) -> None:
@@ -150,7 +168,7 @@ class Speculation:
             return
         held = list(map(_holding, on_host)) or params
         divides, device = _divides(binding), _grads(held)[0].device
-        inverse = torch.full((), 1.0 if divides else self._loss_scale, device=device).double().reciprocal().float()
+        inverse = torch.full((), 1.0 if divides else self._loss_scale(), device=device).double().reciprocal().float()
         self._found += self._unscale(_group(held), inverse, torch.zeros((), device=device), divides).values()
         self._unscaled.update(map(id, params))
 
@@ -170,10 +188,12 @@ class Speculation:
             return
         with torch.no_grad():
             total = self._total_norm(params)
-            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            if float(factor) != 1.0:
+            # Only updates that may be taken back need the verdict on the host.
+            if self.enabled or total.is_cpu:  # else the host would wait for the device
+                if float(torch.clamp(max_norm / (total + 1e-6), max=1.0)) == 1.0:
+                    return
                 self.discard()
-                torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         grads = _grads(params)

@@ -53,6 +53,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "schedulers": lambda: ChainedScheduler([StepLR(an_optimizer(), 1)]),
     "iterator": lambda: iter(DataLoader([0])),
     "metric": SumMetric,
+    "scaler": lambda: torch.amp.GradScaler("cpu"),
 }
 
 
