@@ -40,11 +40,11 @@ from support.ordered_runs import RUNS, everything
 from support.streams import FakeCuda
 
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Lanes
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 
 PATIENCE_S = 60.0
 SEEDS = (1, 2)
-TESTS = ("test_lanes.py", "test_lanes_cuda.py", "test_lanes_emulated.py")
+TESTS = ("test_lanes.py", "test_lanes_streams.py", "test_lanes_emulated.py")
 
 
 def emulated(expected: dict[str, Outcome], folder: Path) -> None:
@@ -53,7 +53,7 @@ def emulated(expected: dict[str, Outcome], folder: Path) -> None:
 
 def delays(expected: dict[str, Outcome], folder: Path) -> None:
     def make(seed: int) -> Lanes:
-        return CudaLanes("cpu", cuda=FakeCuda(seed=seed), memory_bytes=MEMORY_BYTES, staging_bytes=1024, poison=True)
+        return StreamLanes("cpu", backend=FakeCuda(seed=seed), memory_bytes=MEMORY_BYTES, staging_bytes=1024, poison=True)
 
     _values("streams", make, expected, folder)
 

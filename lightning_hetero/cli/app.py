@@ -140,7 +140,10 @@ def profile(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile here.")] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again instead of using the cached profile.")] = False,
     device: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Where training computes: cpu or cuda.  [default: a GPU if there is one]")
+        str | None,
+        typer.Option(
+            metavar="KIND", help="Where training computes: cpu, or torch's name of the GPU.  [default: a GPU if there is one]"
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="FILE:FUNCTION", help="Measure the layers of your model instead, for plan-cluster.")

@@ -170,14 +170,15 @@ def _torch(report: DoctorReport) -> None:
     except ImportError as error:
         report.problems.append(f"torch cannot be imported: {error}. Install it with pip.")
         return
+    from lightning_hetero.runtime.lanes import backends
+
     libraries = [name for name, has in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if has.is_available()]
     report.facts["torch"] = {
         "version": torch.__version__,
         "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
         "libraries": ", ".join(libraries) or "none",
         "threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
+        **backends.versions(),
     }
     report.facts["device"] = _device(report, torch)
 
@@ -185,16 +186,17 @@ def _torch(report: DoctorReport) -> None:
 def _device(report: DoctorReport, torch: Any) -> dict[str, Any]:
     """The accelerator: its memory, and the rates of its link where `profile` has measured them."""
     from lightning_hetero.profiling.hardware import known
+    from lightning_hetero.runtime.lanes.backends import BACKENDS, COMPUTES_ON
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return {"kind": "cpu"}
     facts: dict[str, Any] = {"kind": device.type, "count": torch.accelerator.device_count()}
-    if device.type != "cuda":
-        report.notes.append(f"There is a {device.type} device; training computes on CUDA and ROCm GPUs, and else on the CPU.")
+    if device.type not in BACKENDS:
+        report.notes.append(f"There is a {device.type} device; training computes on {COMPUTES_ON}.")
         return facts
     free, total = torch.accelerator.get_memory_info(device)
-    facts |= {"name": torch.cuda.get_device_properties(device).name, "memory_bytes": total, "free_bytes": free}
+    facts |= {"name": BACKENDS[device.type].name_of(device), "memory_bytes": total, "free_bytes": free}
     measured = known(None, device=device.type)
     for key, name in (("host_to_device", "link_h2d_bytes_per_s"), ("device_to_host", "link_d2h_bytes_per_s")):
         rate = None if measured is None else getattr(measured, name)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.clock import now_s
+from lightning_hetero.runtime.lanes.backends import BACKENDS
 
 _SETTLING = 2  # batches after a change of shapes allocate and choose algorithms; not counted
 
@@ -18,8 +19,8 @@ _SETTLING = 2  # batches after a change of shapes allocate and choose algorithms
 class Stopwatch:
     """Times the compute of training batches on this rank.
 
-    The end of a span is chosen once, so that waits for other ranks are left out. On CUDA devices,
-    events are recorded and read later; nothing waits for the device before
+    The end of a span is chosen once, so that waits for other ranks are left out. On
+    devices with streams, events are recorded and read later; nothing waits for the device before
     :meth:`seconds_per_sample`.
 
     Args:
@@ -28,7 +29,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, window: int) -> None:
-        self._events = device.type == "cuda"
+        self._backend = BACKENDS.get(device.type)
         self._window: deque[tuple[list[tuple[Any, Any]], int]] = deque(maxlen=window)
         self._spans: list[tuple[Any, Any]] = []  # of the current batch
         self._begin: Any = None
@@ -97,15 +98,14 @@ class Stopwatch:
             self._spans.append((self._begin, self._now()))
 
     def _now(self, event: Any = None) -> Any:
-        if not self._events:
+        if self._backend is None:
             return now_s()
-        make: Any = torch.cuda.Event
-        event = make(enable_timing=True) if event is None else event
+        event = self._backend.event(timed=True) if event is None else event
         event.record()
         return event
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        if not self._events:
+        if self._backend is None:
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3

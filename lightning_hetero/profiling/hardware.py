@@ -85,7 +85,7 @@ def measure(
     Args:
         path: A directory on the disk to measure; ``None``: the working directory; if that cannot be
             a disk tier, a profile without a disk.
-        device: ``"cpu"``, or the kind of an accelerator such as ``"cuda"``; ``None``: the
+        device: ``"cpu"``, or the kind of an accelerator as torch names it; ``None``: the
             accelerator if there is one.
         refresh: Measure even if the profile is cached.
         seconds: Total time; more makes the medians steadier. At least one round is measured,

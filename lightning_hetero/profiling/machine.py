@@ -14,6 +14,7 @@ from lightning_hetero import _native
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.profiling import loads
 from lightning_hetero.profiling.timing import Load
+from lightning_hetero.runtime.lanes.backends import BACKENDS, COMPUTES_ON, supported_accelerator
 from lightning_hetero.store.capacity import available_cores, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.volume import Volume
@@ -157,8 +158,7 @@ class MeasuredMachine:
         return torch.bfloat16, _HIDDEN_DEVICE, _TOKENS_DEVICE
 
     def _device_name(self) -> str:
-        properties = getattr(torch, self.device.type).get_device_properties(self.device)
-        return f"{self.device.type} {properties.name}"
+        return f"{self.device.type} {BACKENDS[self.device.type].name_of(self.device)}"
 
 
 def device_of(name: str | None) -> torch.device:
@@ -167,14 +167,15 @@ def device_of(name: str | None) -> torch.device:
     Raises:
         ConfigError: There is no such device here, or training refuses it.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    kind = found.type if found is not None and found.type == "cuda" else None
-    if name == "cpu" or (name is None and kind is None):
+    found = supported_accelerator()
+    if name == "cpu" or (name is None and found is None):
         return torch.device("cpu")
-    if kind is None or (name is not None and name.partition(":")[0] != kind):
-        refused = f" Training does not compute on {found.type} devices." if found is not None and kind is None else ""
-        raise ConfigError(f"device={name!r}; allowed here: None, 'cpu'{'' if kind is None else f', {kind!r}'}.{refused}")
-    return torch.device(kind, torch.accelerator.current_device_index())
+    if found is None or (name is not None and name.partition(":")[0] != found.type):
+        raise ConfigError(
+            f"device={name!r}; allowed here: None, 'cpu'{'' if found is None else f', {found.type!r}'}. Training computes on "
+            f"{COMPUTES_ON}."
+        )
+    return torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _package_version() -> str:

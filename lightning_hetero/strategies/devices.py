@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.runtime import quantized
+from lightning_hetero.runtime.lanes.backends import BACKENDS, CHOICES, COMPUTES_ON
 from lightning_hetero.strategies.namespaces import lightning_of
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
         )
     first = devices[0] if devices else "cpu"
     device = first if isinstance(first, torch.device) else torch.device("cpu")  # the CPU's are numbers of processes
-    if device.type not in ("cpu", "cuda"):
+    if device.type != "cpu" and device.type not in BACKENDS:
         raise UnsupportedError(
-            f"strategy {name!r} got accelerator {type(accelerator).__name__}, device {str(device)!r}; it computes on the CPU or "
-            f'on a CUDA or ROCm GPU. Pass Trainer(accelerator="cpu") or Trainer(accelerator="cuda").'
+            f"strategy {name!r} got accelerator {type(accelerator).__name__}, device {str(device)!r}; it computes on "
+            f"{COMPUTES_ON}. Pass {CHOICES}."
         )
     return device
 

@@ -21,6 +21,7 @@ from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.precision import compute_on
 from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class HeteroOffload(_Base):
         super(Offloading, self).setup_environment()
         speak(lightning_of(self))
         self._root_device = self.run.use_device(self._root_device)
+        compute_on(self.precision_plugin, self._root_device, self.run.module.trainer)
 
     @property
     def plan(self) -> Plan | None:

@@ -22,7 +22,7 @@ from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.runtime import early_state, quantized
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
@@ -119,7 +119,7 @@ class OffloadRun:
                     f"device={lanes!r} is an emulated device, made of the host's memory, but the Trainer computes on "
                     f'{device}. Pass accelerator="cpu", or leave device out.'
                 )
-            lanes = CudaDevice.of(device, self.options.device_memory)
+            lanes = StreamDevice.of(device, self.options.device_memory)
             device = lanes.device
         plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
         self.change(replace(self.options, device=lanes, plans=plans))
@@ -253,13 +253,13 @@ class OffloadRun:
 
     def _verifier(self) -> Verifier | None:
         steps = self.choices.verify
-        device = self.strategy.root_device if isinstance(self.options.device, CudaDevice) else None
+        device = self.strategy.root_device if isinstance(self.options.device, StreamDevice) else None
         return Verifier(self.module, steps, device=device) if steps else None
 
     def _leave_room_for_reference(self) -> None:
         """Plans may use the GPU memory that the reference of ``verify`` leaves free."""
         device = self.options.device
-        if self.choices.verify and isinstance(device, CudaDevice):
+        if self.choices.verify and isinstance(device, StreamDevice):
             left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
             self.change(replace(self.options, device=left))
 

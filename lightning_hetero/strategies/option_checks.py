@@ -105,7 +105,7 @@ def emulated(device: EmulatedDevice | None) -> EmulatedDevice | None:
     if device is not None and not isinstance(device, EmulatedDevice):
         raise ConfigError(
             f"device={device!r}; allowed: an EmulatedDevice, or None. On which device training computes is the Trainer's choice, "
-            f'such as Trainer(accelerator="cuda").'
+            f'such as Trainer(accelerator="gpu").'
         )
     return device
 

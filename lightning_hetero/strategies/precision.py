@@ -45,6 +45,21 @@ def can_serve(precision: Precision, trainer: pl.Trainer) -> bool:
     return own and plain and not clips_itself and not any(o._optimizer_step_pre_hooks for o in trainer.optimizers)
 
 
+def compute_on(precision: Precision, device: torch.device, trainer: pl.Trainer) -> None:
+    """Lets mixed precision cast on the device that computes, and scale losses there.
+
+    Lightning chooses the device of its own GPU accelerator for every one that it does not know.
+    """
+    mixed = lightning_of(trainer).module("plugins.precision").MixedPrecision
+    if not isinstance(precision, mixed) or precision.device == device.type:
+        return
+    precision.device, scaler = device.type, precision.scaler
+    if type(scaler) is torch.amp.GradScaler:
+        names = {"init_scale": "scale", **{n: n for n in ("growth_factor", "backoff_factor", "growth_interval")}}
+        kept = {name: getattr(scaler, f"get_{get}")() for name, get in names.items() if scaler.is_enabled()}
+        precision.scaler = torch.amp.GradScaler(device.type, **kept)
+
+
 class Method(Protocol):
     """A method of a plugin, which takes any arguments."""
 

@@ -8,15 +8,18 @@ import pytest
 from support.lanes import MEMORY_BYTES
 from support.lanes_contract import LanesContract
 
-from foreign.lanes import ForeignCuda
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from foreign import NAME
+from foreign.lanes import ForeignBackend
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 
 
 class TestForeignLanes(LanesContract):
     on_host = False
 
     @pytest.fixture(params=[False, True], ids=["plain", "poison"])
-    def lanes(self, request: pytest.FixtureRequest) -> Iterator[CudaLanes]:
-        lanes = CudaLanes("foreign:0", cuda=ForeignCuda(), memory_bytes=MEMORY_BYTES, staging_bytes=1024, poison=request.param)
+    def lanes(self, request: pytest.FixtureRequest) -> Iterator[StreamLanes]:
+        lanes = StreamLanes(
+            "foreign:0", backend=ForeignBackend(NAME), memory_bytes=MEMORY_BYTES, staging_bytes=1024, poison=request.param
+        )
         yield lanes
         lanes.close()

@@ -41,9 +41,9 @@ class Net(nn.Module):
 
 
 def cuda_lanes() -> Lanes:
-    from lightning_hetero.runtime.lanes.cuda import CudaLanes
+    from lightning_hetero.runtime.lanes.streams import StreamLanes
 
-    return CudaLanes("cuda", memory_bytes=MIB, poison=True)
+    return StreamLanes("cuda", memory_bytes=MIB, poison=True)
 
 
 @pytest.mark.parametrize("issue", [True, False], ids=["issued", "on demand"])

@@ -29,9 +29,9 @@ PLANS = {
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    from lightning_hetero.runtime.lanes.cuda import CudaLanes
+    from lightning_hetero.runtime.lanes.streams import StreamLanes
 
-    made = CudaLanes("cuda", memory_bytes=64 * MIB, poison=True)
+    made = StreamLanes("cuda", memory_bytes=64 * MIB, poison=True)
     try:
         yield made
         made.drain()

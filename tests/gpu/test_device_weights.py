@@ -30,9 +30,9 @@ RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    from lightning_hetero.runtime.lanes.cuda import CudaLanes
+    from lightning_hetero.runtime.lanes.streams import StreamLanes
 
-    made = CudaLanes("cuda", memory_bytes=MIB, poison=True)
+    made = StreamLanes("cuda", memory_bytes=MIB, poison=True)
     try:
         yield made
         made.drain()
@@ -105,9 +105,9 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def test_a_device_that_is_too_small_names_the_block(net: World) -> None:
-    from lightning_hetero.runtime.lanes.cuda import CudaLanes
+    from lightning_hetero.runtime.lanes.streams import StreamLanes
 
-    lanes = CudaLanes("cuda", memory_bytes=512)
+    lanes = StreamLanes("cuda", memory_bytes=512)
     try:
         with pytest.raises(DeviceMemoryError, match="weights of 0"):
             net.on(lanes, RESIDENT)

@@ -12,7 +12,7 @@ from support.lanes_contract import LanesContract
 from torch import Tensor
 
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -25,17 +25,17 @@ def poison(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-class TestCudaLanes(LanesContract):
+class TestStreamLanes(LanesContract):
     on_host = False
 
     @pytest.fixture
-    def lanes(self, poison: bool) -> Iterator[CudaLanes]:
-        lanes = CudaLanes("cuda", memory_bytes=MEMORY_BYTES, poison=poison, staging_bytes=1024)
+    def lanes(self, poison: bool) -> Iterator[StreamLanes]:
+        lanes = StreamLanes("cuda", memory_bytes=MEMORY_BYTES, poison=poison, staging_bytes=1024)
         yield lanes
         lanes.close()
 
     @pytest.mark.parametrize("seed", range(6))
-    def test_programs_hold_while_compute_lags(self, lanes: CudaLanes, seed: int) -> None:
+    def test_programs_hold_while_compute_lags(self, lanes: StreamLanes, seed: int) -> None:
         torch.cuda._sleep(_SPIN_CYCLES)  # all that follows is issued before compute has begun
         program = Program(lanes, seed)
         torch.cuda._sleep(_SPIN_CYCLES)
@@ -44,13 +44,13 @@ class TestCudaLanes(LanesContract):
 
 
 @pytest.fixture
-def lanes() -> Iterator[CudaLanes]:
-    lanes = CudaLanes("cuda", memory_bytes=64 * MIB)
+def lanes() -> Iterator[StreamLanes]:
+    lanes = StreamLanes("cuda", memory_bytes=64 * MIB)
     yield lanes
     lanes.close()
 
 
-def warm(lanes: CudaLanes) -> tuple[Tensor, Tensor]:
+def warm(lanes: StreamLanes) -> tuple[Tensor, Tensor]:
     """Loads what the tests launch, and takes the memory that they need: both may wait for the
     device.
     """
@@ -63,7 +63,7 @@ def warm(lanes: CudaLanes) -> tuple[Tensor, Tensor]:
     return source, memory
 
 
-def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: CudaLanes) -> None:
+def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: StreamLanes) -> None:
     source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
     compute = lanes.mark()
@@ -75,7 +75,7 @@ def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: CudaLanes) 
     assert int(result) == 3 * MIB
 
 
-def test_a_copy_overlaps_with_compute(lanes: CudaLanes) -> None:
+def test_a_copy_overlaps_with_compute(lanes: StreamLanes) -> None:
     source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
     compute = lanes.mark()
@@ -83,7 +83,7 @@ def test_a_copy_overlaps_with_compute(lanes: CudaLanes) -> None:
     assert not compute.done()
 
 
-def test_a_tensor_lives_until_its_copy_has_left(lanes: CudaLanes) -> None:
+def test_a_tensor_lives_until_its_copy_has_left(lanes: StreamLanes) -> None:
     """Memory that torch would hand out again while the copy waits must not be overwritten."""
     back = lanes.host_buffer(4 * MIB).view(torch.float32)
     gradient = torch.full((MIB,), 5.0, device="cuda")
@@ -98,7 +98,7 @@ def test_a_tensor_lives_until_its_copy_has_left(lanes: CudaLanes) -> None:
     assert len(others) == 4
 
 
-def test_host_buffers_are_page_locked_and_exact(lanes: CudaLanes, caplog: pytest.LogCaptureFixture) -> None:
+def test_host_buffers_are_page_locked_and_exact(lanes: StreamLanes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         buffer = lanes.host_buffer(5 * MIB + 3)
     if caplog.records:
@@ -107,14 +107,14 @@ def test_host_buffers_are_page_locked_and_exact(lanes: CudaLanes, caplog: pytest
     assert buffer.numel() == 5 * MIB + 3
 
 
-def test_a_refused_registration_does_not_fail_the_next_kernel(lanes: CudaLanes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_registration_does_not_fail_the_next_kernel(lanes: StreamLanes, caplog: pytest.LogCaptureFixture) -> None:
     memory = torch.empty(MIB, dtype=torch.uint8)
     assert not lanes._locker._register(memory.data_ptr(), 0)  # no bytes: the driver refuses
     assert torch.ones(8, device="cuda").sum().item() == 8
     assert "pageable" in caplog.text
 
 
-def test_no_memory_is_allocated_after_the_lanes_are_created(lanes: CudaLanes) -> None:
+def test_no_memory_is_allocated_after_the_lanes_are_created(lanes: StreamLanes) -> None:
     source = lanes.host_buffer(8 * MIB).view(torch.float32).fill_(1.0)
     memory = lanes.memory().take(4 * MIB, "weights").view(torch.bfloat16)
     lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), []).wait()

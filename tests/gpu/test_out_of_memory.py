@@ -18,7 +18,8 @@ from torch import Tensor
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
+from lightning_hetero.runtime.lanes.backends import BACKENDS
+from lightning_hetero.runtime.lanes.stream_device import spare_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 
@@ -60,11 +61,11 @@ def test_memory_that_torch_can_still_allocate(limited: Any) -> None:
     limited(4 << 30)
     device, piece = torch.device("cuda", 0), 2 << 20  # as the allocator cuts
     held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
-    spare = spare_bytes(device)
+    spare = spare_bytes(device, BACKENDS["cuda"])
     del held
-    assert spare_bytes(device) == spare + (1 << 30)  # the allocator keeps it
+    assert spare_bytes(device, BACKENDS["cuda"]) == spare + (1 << 30)  # the allocator keeps it
     whole = torch.empty((spare + (1 << 30)) // piece * piece - piece, dtype=torch.uint8, device=device)
-    assert 0 <= spare_bytes(device) < 2 * piece
+    assert 0 <= spare_bytes(device, BACKENDS["cuda"]) < 2 * piece
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(8 * piece, dtype=torch.uint8, device=device)
     del whole

@@ -15,7 +15,7 @@ from support.cuda import standing_in
 from support.streams import FakeCuda
 
 from lightning_hetero.runtime.activations import block as activations
-from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     of autograd's.
     """
     fake = FakeCuda(seed=1)
-    monkeypatch.setattr(CudaDevice, "of", standing_in(fake, 4 << 20))
+    monkeypatch.setattr(StreamDevice, "of", standing_in(fake, 4 << 20))
     backward = torch.autograd._engine_run_backward
 
     def elsewhere(*args: Any, **kwargs: Any) -> Any:

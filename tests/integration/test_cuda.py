@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.cuda import MIXED, RESIDENT, StandIn
+from support.cuda import MIXED, RESIDENT, StandIn, stand_in, standing_in
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from lightning_hetero import BlockPlan, EmulatedDevice, Plan
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.profiling import hardware, presets
 from lightning_hetero.runtime.device import DeviceWeights, gradients
-from lightning_hetero.runtime.lanes import cuda_device
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
-from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.lanes import stream_device
+from lightning_hetero.runtime.lanes.stream_device import StreamDevice
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.devices import move_rest
@@ -56,6 +56,28 @@ def test_training_has_the_bits_of_plain_lightning(plan: Any, recipe: Recipe, fak
     assert_same(got, run(recipe, "auto", tmp_path))
     assert fake.streams, "lanes had streams"
     assert 0 < strategy.memory_report()["device_peak_bytes"] < 4 << 20
+
+
+def test_a_gpu_of_another_backend_has_the_same_lanes(
+    fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch has no call that page-locks memory for it, so that stays pageable."""
+    other = FakeCuda("xpu", seed=1, refuse=None)
+    monkeypatch.setattr(StreamDevice, "of", standing_in(other, 4 << 20))
+    recipe = Recipe(shape=SHAPE, steps=2, clip=0.3)
+    got = run(recipe, HeteroOffloadStrategy(MIXED), tmp_path, accelerator=stand_in("xpu"), devices=1)
+    assert_same(got, run(recipe, "auto", tmp_path))
+    assert other.streams
+    assert not fake.streams
+    assert [r.message for r in caplog.records if "stays pageable" in r.message]
+    other.close()
+
+
+def test_mixed_precision_casts_on_the_device_that_computes(fake: FakeCuda, tmp_path: Path) -> None:
+    """Lightning takes the stand-in, which computes on the CPU, for a device of CUDA."""
+    recipe = Recipe(shape=SHAPE, steps=2, precision="bf16-mixed")
+    _, got = on_gpu(recipe, MIXED, tmp_path)
+    assert_same(got, run(recipe, "auto", tmp_path))
 
 
 def gated(module: LitModel) -> None:
@@ -97,8 +119,8 @@ def test_a_plan_made_for_the_gpu_has_room_set_aside(fake: FakeCuda, tmp_path: Pa
     is left of the old one.
     """
     sizes: list[int] = []
-    resize = CudaLanes.resize
-    monkeypatch.setattr(CudaLanes, "resize", lambda lanes, size: sizes.append(size) or resize(lanes, size))
+    resize = StreamLanes.resize
+    monkeypatch.setattr(StreamLanes, "resize", lambda lanes, size: sizes.append(size) or resize(lanes, size))
     machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
     recipe = Recipe(shape=Shape(layers=6, counting=False), steps=7)
     strategy, got = on_gpu(recipe, "auto", tmp_path, hardware_profile=machine, device_memory="400KiB")
@@ -141,7 +163,7 @@ def test_the_model_leaves_the_gpu_for_measurements_only_if_there_are_any_and_the
 def test_steps_take_the_time_of_the_stream_that_computes(fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host only gives it work, so that its own clock shows less."""
     moments = itertools.count(0.0, 2.5)
-    monkeypatch.setattr(CudaLanes, "now", lambda lanes, name="": (lambda at_s: lambda: at_s)(next(moments)))
+    monkeypatch.setattr(StreamLanes, "now", lambda lanes, name="": (lambda at_s: lambda: at_s)(next(moments)))
     found: list[float] = []
     after = Autoplan.after_step
     monkeypatch.setattr(Autoplan, "after_step", lambda plan, session, s: found.append(s) or after(plan, session, s))
@@ -325,7 +347,7 @@ def test_the_libraries_of_a_backward_have_their_memory_before_free_memory_is_ask
 
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     with torch.no_grad(), Products() as products:
-        cuda_device._warm_up(torch.device("cpu"))
+        stream_device._warm_up(torch.device("cpu"))
     assert products.count == 2 * 3
 
 
@@ -334,19 +356,19 @@ def test_the_gpu_memory_that_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> N
     a part is left alone.
     """
     gib = 1 << 30
-    monkeypatch.setattr(cuda_device, "_warm_up", lambda device: None)
+    monkeypatch.setattr(stream_device, "_warm_up", lambda device: None)
     stats = {"reserved_bytes.all.current": 4 * gib, "allocated_bytes.all.current": gib, "inactive_split_bytes.all.current": gib}
     figures = {"get_memory_info": (10 * gib, 24 * gib), "memory_stats": stats}
     for name, value in figures.items():
         monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share[0])
     share, there = [1.0], torch.device("cuda", 0)
-    assert CudaDevice.of(there, None).usable_bytes == 12 * gib
-    assert CudaDevice.of(there, 2 * gib).usable_bytes == 2 * gib
+    assert StreamDevice.of(there, None).usable_bytes == 12 * gib
+    assert StreamDevice.of(there, 2 * gib).usable_bytes == 2 * gib
     share[0] = 0.25
-    assert CudaDevice.of(there, None).usable_bytes == 4 * gib
-    found = CudaDevice.of(there, None)
+    assert StreamDevice.of(there, None).usable_bytes == 4 * gib
+    found = StreamDevice.of(there, None)
     assert found.memory_bytes == 4 * gib - 2 * (16 << 20) - 4 * gib // 32
     share[0] = 2 / 24
     with pytest.raises(OutOfMemoryBudgetError, match="End what else uses the device"):
-        CudaDevice.of(there, None)
+        StreamDevice.of(there, None)

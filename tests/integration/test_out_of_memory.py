@@ -38,8 +38,8 @@ from torch import Tensor
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.plan import Plan, Saved
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy, step_retry
 from lightning_hetero.strategies.planning import FitPlanning
@@ -334,7 +334,7 @@ def test_a_batch_that_finds_less_memory_than_those_that_have_fitted_can_be_repea
     counts too.
     """
     spare = itertools.count(1 << 30, -lost)
-    monkeypatch.setattr(CudaLanes, "spare_bytes", lambda lanes: next(spare))
+    monkeypatch.setattr(StreamLanes, "spare_bytes", lambda lanes: next(spare))
     recipe, waits = Recipe(shape=FOUR, steps=4), []
     expected = run(recipe, "auto", tmp_path, module_class=Failing)
     step = step_retry.StepRetry.training_step
@@ -389,7 +389,7 @@ def test_steps_in_which_the_allocator_empties_its_cache_are_said(
     fake: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = iter([7, 7, 10, 10, 11])  # as the fit begins, and after each step
-    monkeypatch.setattr(CudaLanes, "allocator_retries", lambda lanes: next(counts))
+    monkeypatch.setattr(StreamLanes, "allocator_retries", lambda lanes: next(counts))
     with caplog.at_level(logging.DEBUG, "lightning_hetero"):
         run(Recipe(shape=FOUR, steps=4), HeteroOffloadStrategy(HOST), tmp_path, **ON_GPU)
     said = [record for record in caplog.records if "until torch emptied its cache" in record.message]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-LANES = tuple(f"lightning_hetero.runtime.lanes.{name}" for name in ("cuda", "op", "queue", "memory", "base"))
+LANES = tuple(f"lightning_hetero.runtime.lanes.{name}" for name in ("streams", "op", "queue", "memory", "base"))
 _ALL = "__import__('lightning_hetero.runtime.lanes.base', fromlist=['All']).All"
 
 
@@ -96,14 +96,14 @@ _ISSUED = "event.issued() if isinstance(event, QueuedOp) else event.wait()"
 LISTED = tuple(
     Break(name, LANES[0], function, old, new)
     for name, function, old, new in (
-        ("copy streams do not wait for compute", "CudaLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
-        ("compute does not wait for copies", "CudaLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
+        ("copy streams do not wait for compute", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
+        ("compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
         ("memory is taken before another stream gives it back", "_StreamArena._wait", "stream.wait_event(moment)", "pass"),
-        ("a copy keeps nothing alive for its stream", "CudaLanes.copy", "queued.keep += (target, source)", "pass"),
-        ("host lanes wait until copies are issued", "CudaLanes._work", "event.wait()", _ISSUED),
-        ("a mark passes at once", "CudaLanes.mark", "return _Mark(self._record(self._compute_stream()))", f"return {_ALL}(())"),
-        ("catching up does nothing", "CudaLanes.catch_up", "self._record(self._compute_stream()).synchronize()", "pass"),
-        ("a copy outside an op does not wait", "CudaLanes.copy", "self.catch_up()", "pass"),
+        ("a copy keeps nothing alive for its stream", "StreamLanes.copy", "queued.keep += (target, source)", "pass"),
+        ("host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
+        ("a mark passes at once", "StreamLanes.mark", "return _Mark(self._record(self._compute_stream()))", f"return {_ALL}(())"),
+        ("catching up does nothing", "StreamLanes.catch_up", "self._record(self._compute_stream()).synchronize()", "pass"),
+        ("a copy outside an op does not wait", "StreamLanes.copy", "self.catch_up()", "pass"),
     )
 )
 """Breaks that a device would not forgive."""

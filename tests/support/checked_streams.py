@@ -1,5 +1,5 @@
-"""Streams that a checker follows: ``torch.cuda`` as far as the lanes use it, and the product's
-threads, buffers and tickets.
+"""Streams that a checker follows: a backend as far as the lanes use it, and the product's threads,
+buffers and tickets.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_hetero._native.library import DTYPE_BYTES
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.device import setup
-from lightning_hetero.runtime.lanes import EmulatedDevice, cuda, queue
+from lightning_hetero.runtime.lanes import EmulatedDevice, queue, streams
 from lightning_hetero.runtime.lanes.base import passed_at
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
 from lightning_hetero.runtime.lanes.memory import DeviceArena
 from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.runtime.pool import Lease, LeasePool, Pool
 from support.checker import DEVICE, HOST, Checker, nobody
 from support.happens_before import Actor, Clock
@@ -66,17 +66,17 @@ class _Stream:
 
 
 class CheckedCuda(FakeCuda):
-    """Stands in for the module ``torch.cuda``: streams with clocks."""
+    """Stands in for a backend: streams with clocks."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
         self._checker = checker
         self._by_actor: dict[int, _Stream] = {}
 
-    def Event(self, *, enable_timing: bool = False, blocking: bool = False) -> Any:
+    def event(self, *, timed: bool) -> Any:
         return _Event(self._checker)
 
-    def Stream(self, device: torch.device) -> Any:
+    def new_stream(self, device: torch.device) -> Any:
         name = f"the stream of {('h2d', 'd2h')[len(self.streams) % 2]}"
         stream: Any = _Stream(self._checker, Actor(name, is_stream=True))
         self.streams.append(stream)
@@ -91,7 +91,7 @@ class CheckedCuda(FakeCuda):
         return self._by_actor.setdefault(actor.number, _Stream(self._checker, actor))
 
     @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
         with self._checker.current(stream.actor):
             yield
 
@@ -181,16 +181,16 @@ def _checked_op(checker: Checker) -> type[QueuedOp]:
 
 
 def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
-    begin, copy, join, lock = CudaLanes.__init__, CudaLanes.copy, queue.Queue.join, PageLocker.buffer
-    drain = CudaLanes.drain
-    take, give, reserve = DeviceArena.take, DeviceArena.give, cuda._StreamArena.__init__
+    begin, copy, join, lock = StreamLanes.__init__, StreamLanes.copy, queue.Queue.join, PageLocker.buffer
+    drain = StreamLanes.drain
+    take, give, reserve = DeviceArena.take, DeviceArena.give, streams._StreamArena.__init__
 
-    def begins(lanes: CudaLanes, *args: Any, **kwargs: Any) -> None:
+    def begins(lanes: StreamLanes, *args: Any, **kwargs: Any) -> None:
         begin(lanes, *args, **kwargs)
         for memory in (*lanes._staging.values(), lanes._scratch):
             checker.is_of(DEVICE, memory)
 
-    def copies(lanes: CudaLanes, target: Tensor, source: Tensor) -> None:
+    def copies(lanes: StreamLanes, target: Tensor, source: Tensor) -> None:
         current = lanes._current()
         if current is not None and current.op.lane in lanes._streams:
             up = current.op.lane is Lane.H2D
@@ -209,7 +209,7 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
             checker.host().join(checker.threads[one._thread].clock)
         return ended
 
-    def drains(lanes: CudaLanes) -> None:
+    def drains(lanes: StreamLanes) -> None:
         try:
             drain(lanes)
         finally:
@@ -232,10 +232,10 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queue, "QueuedOp", _checked_op(checker))
     patch.setattr(PageLocker, "buffer", locked)
     patch.setattr(queue.Queue, "join", joins)
-    patch.setattr(CudaLanes, "__init__", begins)
-    patch.setattr(CudaLanes, "copy", copies)
-    patch.setattr(CudaLanes, "drain", drains)
-    patch.setattr(cuda._StreamArena, "__init__", reserves)
+    patch.setattr(StreamLanes, "__init__", begins)
+    patch.setattr(StreamLanes, "copy", copies)
+    patch.setattr(StreamLanes, "drain", drains)
+    patch.setattr(streams._StreamArena, "__init__", reserves)
     patch.setattr(DeviceArena, "take", takes)
     patch.setattr(DeviceArena, "give", gives)
 
@@ -426,8 +426,8 @@ def checked_devices(*, prompt: bool = False) -> Iterator[Checker]:
     """Inside, the lanes of emulated devices are those of a device with streams, and checked."""
     with checking(prompt=prompt) as checker, pytest.MonkeyPatch.context() as patch:
 
-        def make(device: EmulatedDevice, *, poison: bool) -> CudaLanes:
-            return CudaLanes("cpu", cuda=checker.cuda, memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
+        def make(device: EmulatedDevice, *, poison: bool) -> StreamLanes:
+            return StreamLanes("cpu", backend=checker.cuda, memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
 
         patch.setattr(setup, "EmulatedLanes", make)
         patch.setattr(activations, "SMALL_BYTES", 64)  # the models are small, and what they save shall leave

@@ -11,7 +11,7 @@ from lightning.pytorch.accelerators import Accelerator
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.lanes.cuda_device import CudaDevice
+from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from support.device_plans import RESIDENT
 from support.streams import FakeCuda
 
@@ -29,6 +29,8 @@ MIXED = Plan(
 class StandIn(Accelerator):
     """What the Trainer takes for one accelerator with GPUs."""
 
+    kind = "cuda"
+
     def setup_device(self, device: torch.device) -> None:
         """Every device is fine."""
 
@@ -39,9 +41,9 @@ class StandIn(Accelerator):
     def parse_devices(devices: Any) -> int:
         return 1 if devices == "auto" else int(devices)
 
-    @staticmethod
-    def get_parallel_devices(devices: int) -> list[torch.device]:
-        return [torch.device("cuda", index) for index in range(devices)]
+    @classmethod
+    def get_parallel_devices(cls, devices: int) -> list[torch.device]:
+        return [torch.device(cls.kind, index) for index in range(devices)]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -56,14 +58,20 @@ class StandIn(Accelerator):
         return "standin"
 
 
+def stand_in(kind: str) -> StandIn:
+    """The same for devices of another kind: Lightning asks the class for them."""
+    made: StandIn = type("StandIn", (StandIn,), {"kind": kind})()
+    return made
+
+
 def standing_in(fake: FakeCuda, usable_bytes: int) -> Any:
-    """What takes the place of ``CudaDevice.of``: CPU memory of this size, with the fake's
+    """What takes the place of ``StreamDevice.of``: CPU memory of this size, with the fake's
     streams.
     """
 
-    def of(device: torch.device, budget_bytes: int | None) -> CudaDevice:
-        assert device == torch.device("cuda", 0)
+    def of(device: torch.device, budget_bytes: int | None) -> StreamDevice:
+        assert device == torch.device(fake.kind, 0)
         size = usable_bytes if budget_bytes is None else min(usable_bytes, budget_bytes)
-        return CudaDevice(device=torch.device("cpu"), usable_bytes=size, cuda=fake)
+        return StreamDevice(device=torch.device("cpu"), usable_bytes=size, backend=fake)
 
     return of

@@ -13,7 +13,7 @@ from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.activations import names
 from lightning_hetero.runtime.device import setup
 from lightning_hetero.runtime.lanes import EmulatedLanes, InlineLanes, Lanes
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from support.streams import FakeCuda
 
 KINDS = ("inline", "emulated", "streams")
@@ -31,7 +31,7 @@ def lanes_of(kind: str) -> Iterator[None]:
 
     def streams(device: EmulatedDevice, *, poison: bool) -> Lanes:
         made.append(FakeCuda(seed=device.seed))
-        return CudaLanes("cpu", cuda=made[-1], memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
+        return StreamLanes("cpu", backend=made[-1], memory_bytes=device.memory_bytes, staging_bytes=2**16, poison=poison)
 
     with pytest.MonkeyPatch.context() as patch:
         make = {"inline": inline, "emulated": EmulatedLanes, "streams": streams}[kind]

@@ -13,7 +13,7 @@ import torch
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes.base import All
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.checked_streams import checked_devices, checking
 from support.checker import Checker
@@ -57,10 +57,10 @@ def training(name: str, folder: Path, *, prompt: bool = False) -> tuple[Outcome,
 
 
 @contextmanager
-def checked_lanes(*, prompt: bool = False) -> Iterator[tuple[CudaLanes, Checker]]:
+def checked_lanes(*, prompt: bool = False) -> Iterator[tuple[StreamLanes, Checker]]:
     """Lanes that are closed, and what they did is checked."""
     with checking(prompt=prompt) as checker:
-        lanes = CudaLanes("cpu", cuda=checker.cuda, memory_bytes=MEMORY_BYTES, staging_bytes=1024)
+        lanes = StreamLanes("cpu", backend=checker.cuda, memory_bytes=MEMORY_BYTES, staging_bytes=1024)
         try:
             yield lanes, checker
         finally:

@@ -1,5 +1,5 @@
-"""``torch.cuda`` as far as the lanes use it, on the CPU: streams are threads that do in-place ops
-later, in order.
+"""A backend as far as the lanes use it, on the CPU: streams are threads that do in-place ops later,
+in order.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+
+from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
 
 _PATIENCE_S = 60.0
 _LATER = {torch.Tensor.copy_, torch.Tensor.fill_}
@@ -38,8 +39,8 @@ class _Moment:
 
 
 class Event:
-    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.timed = enable_timing
+    def __init__(self, *, timed: bool) -> None:
+        self.timed = timed
         self.moment = _Moment()
         self.moment.arrive()  # an event that was never recorded has passed
 
@@ -85,7 +86,7 @@ class Stream(HostStream):
         self.do(event.moment.await_)
 
     def synchronize(self) -> None:
-        event = Event()
+        event = Event(timed=False)
         event.record(self)
         event.synchronize()
 
@@ -149,30 +150,31 @@ class _Deferred(TorchFunctionMode):
         return args[0]
 
 
-class FakeCuda:
-    """Stands in for the module ``torch.cuda``.
+class FakeCuda(Backend):
+    """Stands in for a row of the table of backends.
 
     Args:
+        kind: Its name.
         seed: Streams are late by random times.
-        refuse: Registration of host memory fails with this code.
+        refuse: Registration of host memory fails with this code; ``None``: there is no call for it.
     """
 
     Event = Event
 
-    def __init__(self, *, seed: int | None = None, refuse: int = 0) -> None:
+    def __init__(self, kind: str = "cuda", *, seed: int | None = None, refuse: int | None = 0) -> None:
+        super().__init__(kind)
+        self.profiler = BACKENDS[kind].profiler if kind in BACKENDS else ""
         self.streams: list[Stream] = []
         self.registered: dict[int, int] = {}
         self.ranges: list[str] = []
-        self.nvtx = SimpleNamespace(
-            range_push=self.ranges.append,
-            range_pop=lambda: self.ranges.append("pop"),
-            mark=lambda name: self.ranges.append(f"mark {name}"),
-        )
         self._seed, self._refuse = seed, refuse
         self._compute: HostStream = HostStream()
         self._local = threading.local()
 
-    def Stream(self, device: torch.device) -> Stream:
+    def event(self, *, timed: bool) -> Any:
+        return self.Event(timed=timed)
+
+    def new_stream(self, device: torch.device) -> Any:
         seed = None if self._seed is None else self._seed + len(self.streams)
         self.streams.append(Stream(seed))
         return self.streams[-1]
@@ -183,12 +185,11 @@ class FakeCuda:
         self.streams.append(late)
         return late
 
-    def current_stream(self, device: torch.device) -> HostStream:
-        stream: HostStream = getattr(self._local, "stream", self._compute)
-        return stream
+    def current_stream(self, device: torch.device) -> Any:
+        return getattr(self._local, "stream", self._compute)
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: Any) -> Iterator[None]:
         self._local.stream = stream
         try:
             with _Deferred(stream):
@@ -201,14 +202,19 @@ class FakeCuda:
             stream.end()
             assert not stream.errors, stream.errors
 
-    def cudart(self) -> FakeCuda:
-        return self
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if not self._refuse:
+    def page_lock(self, address: int, num_bytes: int) -> int | None:
+        if self._refuse == 0:
             self.registered[address] = num_bytes
         return self._refuse
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def page_unlock(self, address: int) -> None:
         del self.registered[address]
-        return 0
+
+    def range_begins(self, name: str) -> None:
+        self.ranges.append(name)
+
+    def range_ends(self) -> None:
+        self.ranges.append("pop")
+
+    def mark(self, name: str) -> None:
+        self.ranges.append(f"mark {name}")

@@ -8,7 +8,7 @@ from lightning_hetero.runtime.device.device_updates import DeviceUpdates
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.store.live.tier_store import TierStore
 
 
@@ -27,9 +27,9 @@ def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
         return EngineLanes()
     if isinstance(device, EmulatedDevice):
         return EmulatedLanes(device, poison=poison)
-    return CudaLanes(
+    return StreamLanes(
         device.device, memory_bytes=arena_bytes, poison=poison, staging_bytes=device.staging_bytes,
-        cuda=device.cuda,
+        backend=device.backend,
     )  # fmt: skip
 
 

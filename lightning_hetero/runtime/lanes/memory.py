@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import DeviceMemoryError, HeteroError
+from lightning_hetero.runtime.lanes.backends import is_library_out_of_memory
 from lightning_hetero.units import format_bytes, round_up
 
-ALIGNMENT_BYTES = 512  # torch's own allocator for CUDA aligns to as much
+ALIGNMENT_BYTES = 512  # torch's own allocators align to as much
 POISON = 0xFF  # NaN in every floating dtype
 
 
@@ -160,9 +161,9 @@ def _merged(low: _Gap, high: _Gap) -> _Gap:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device's memory ended: in an arena, in torch's allocator, or in a library.
 
-    Libraries allocate without torch, and raise such as ``CUBLAS_STATUS_ALLOC_FAILED``.
+    Libraries allocate without torch, and raise errors of their own.
     """
     if isinstance(error, DeviceMemoryError | torch.OutOfMemoryError):
         return True
     # An error of ours may quote it, for a step that does not begin again.
-    return isinstance(error, RuntimeError) and not isinstance(error, HeteroError) and "_STATUS_ALLOC_FAILED" in str(error)
+    return isinstance(error, RuntimeError) and not isinstance(error, HeteroError) and is_library_out_of_memory(str(error))

@@ -7,8 +7,9 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_hetero._native import Ticket
@@ -21,32 +22,6 @@ from lightning_hetero.runtime.lanes.base import Event, passed_at
 _TICKET_SLICE_S = 0.2  # how late the wait for a ticket notices that the lanes are closed
 
 _T = TypeVar("_T")
-
-
-class StreamEvent(Protocol):
-    """The part of ``torch.cuda.Event`` that is used here."""
-
-    def record(self, stream: Stream) -> None:
-        """The event is where the stream's work ends now."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-
-    def synchronize(self) -> None:
-        """Blocks the host until the stream has passed it."""
-
-    def elapsed_time(self, end_event: StreamEvent) -> float:
-        """Milliseconds from this event to another, of two timed ones that have passed."""
-
-
-class Stream(Protocol):
-    """The part of ``torch.cuda.Stream`` that is used here."""
-
-    def wait_event(self, event: StreamEvent) -> None:
-        """Later work on the stream waits for the event."""
-
-    def synchronize(self) -> None:
-        """Blocks the host until the stream has done its work."""
 
 
 class Failures:
@@ -72,7 +47,7 @@ class QueuedOp:
     after: Sequence[Event]  # the events that it waits for
     number: int  # its place in the order of submission
     failures: Failures  # where its error is noted
-    moment: StreamEvent | None = None  # where on its stream the op ends; ``None`` if it ends on the host
+    moment: torch.Event | None = None  # where on its stream the op ends; ``None`` if it ends on the host
     stream_times: Callable[[], tuple[float, float]] | None = None  # its start and end as the stream knows them
     keep: list[Tensor] = field(default_factory=list)  # they must live until the stream has passed the op
     submitted_s: float = field(default_factory=now_s)  # when it was submitted, in seconds of ``now_s``

@@ -5,8 +5,8 @@ Copies between a GPU and pageable memory go through a buffer of the driver, whic
 blocks the thread. ``torch`` rounds its own page-locked memory up to powers of two, which is too
 much for gradients of gigabytes. So memory is mapped by its size and registered with the driver.
 Registration brings in all pages at once. If a control group has less memory left, the kernel would
-end the process, so there the memory stays pageable. NVIDIA's driver does not count against
-``RLIMIT_MEMLOCK``, but others may: the message of a refusal names the limit.
+end the process, so there the memory stays pageable. Some drivers do not count page-locked memory
+against ``RLIMIT_MEMLOCK``, others may: the message of a refusal names the limit.
 
 A child of fork, such as a worker of a data loader, gets none of this memory. The kernel would copy
 page-locked pages for each child, or give the parent new pages at its next write, and the device
@@ -25,13 +25,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_hetero.runtime.lanes.backends import Backend
 from lightning_hetero.store.raw_memory import advise_huge
 from lightning_hetero.units import format_bytes, round_up
-from lightning_hetero.untyped import Value
 
 log = logging.getLogger(__name__)
 
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _libc = ctypes.CDLL(None)
 
 
@@ -52,13 +51,13 @@ class PageLocker:
     not be freed before the last copy from it or to it is done.
 
     Args:
-        cudart: ``torch.cuda.cudart()``.
+        backend: What page-locks memory.
         forget_error: Clears the driver's last error; else torch attributes it to the next kernel.
         room: Returns the bytes of host memory that are free for this process now.
     """
 
-    def __init__(self, cudart: Value, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
-        self._cudart, self._forget_error, self._room = cudart, forget_error, room
+    def __init__(self, backend: Backend, forget_error: Callable[[], object], room: Callable[[], int]) -> None:
+        self._backend, self._forget_error, self._room = backend, forget_error, room
         self._locked: dict[int, int] = {}  # others' memory: address -> bytes
         self._said: set[str] = set()
 
@@ -105,8 +104,14 @@ class PageLocker:
         _advise(address, num_bytes, mmap.MADV_DOFORK)
 
     def _register(self, address: int, num_bytes: int) -> bool:
-        code = int(self._cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
-        if code:
+        code = self._backend.page_lock(address, num_bytes)
+        if code is None:
+            self._say(
+                "no call",
+                f"Host memory stays pageable: torch has no call that page-locks it for {self._backend.kind} devices. Copies are "
+                f"slower.",
+            )
+        elif code:
             self._forget_error()
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
@@ -116,11 +121,16 @@ class PageLocker:
                 f"Copies are slower. The limit on locked memory is {limit}; where that is the cause raise it with "
                 f"'ulimit -l unlimited' (docker run --ulimit memlock=-1).",
             )
-        return not code
+        return code == 0
 
     def _unregister(self, address: int) -> Callable[[], object]:
-        process, cudart = os.getpid(), self._cudart
-        return lambda: os.getpid() == process and cudart.cudaHostUnregister(address)  # a child of fork has no CUDA
+        process, backend = os.getpid(), self._backend
+
+        def unregister() -> None:
+            if os.getpid() == process:  # a child of fork has no driver
+                backend.page_unlock(address)
+
+        return unregister
 
     def _say(self, reason: str, message: str) -> None:
         if reason not in self._said:

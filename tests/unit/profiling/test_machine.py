@@ -219,10 +219,10 @@ def test_a_measurement_that_cannot_work_is_refused(arguments: dict[str, Any], me
 
 
 def test_an_accelerator_that_training_refuses_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
     assert device_of(None) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"device='xpu'; allowed here: None, 'cpu'\. Training does not compute on xpu"):
-        device_of("xpu")
+    with pytest.raises(ConfigError, match=r"device='mps'; allowed here: None, 'cpu'\. Training computes on the CPU, on a CUDA"):
+        device_of("mps")
 
 
 @pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="needs a file system in memory")

@@ -24,14 +24,14 @@ from support.streams import Event, FakeCuda
 
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes import cuda
-from lightning_hetero.runtime.lanes.cuda import CudaLanes
+from lightning_hetero.runtime.lanes import streams
 from lightning_hetero.runtime.lanes.pinned import PageLocker
+from lightning_hetero.runtime.lanes.streams import StreamLanes
 
 
-def make(fake: FakeCuda, **options: Any) -> CudaLanes:
+def make(fake: FakeCuda, **options: Any) -> StreamLanes:
     options = {"memory_bytes": MEMORY_BYTES, "staging_bytes": 1024, "poison": True} | options
-    return CudaLanes("cpu", cuda=fake, **options)
+    return StreamLanes("cpu", backend=fake, **options)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def fake() -> Iterator[FakeCuda]:
 
 
 @pytest.fixture
-def lanes(fake: FakeCuda) -> Iterator[CudaLanes]:
+def lanes(fake: FakeCuda) -> Iterator[StreamLanes]:
     lanes = make(fake)
     yield lanes
     lanes.close()
@@ -52,7 +52,7 @@ class TestStreams(LanesContract):
     on_host = False
 
     @pytest.fixture(params=[None, 1, 2], ids=["prompt", "late 1", "late 2"])
-    def lanes(self, request: pytest.FixtureRequest) -> Iterator[CudaLanes]:
+    def lanes(self, request: pytest.FixtureRequest) -> Iterator[StreamLanes]:
         fake = FakeCuda(seed=request.param)
         lanes = make(fake)
         yield lanes
@@ -68,13 +68,13 @@ def held(stream: Any) -> threading.Event:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_programs_without_their_edges_go_wrong(lanes: CudaLanes, seed: int) -> None:
+def test_programs_without_their_edges_go_wrong(lanes: StreamLanes, seed: int) -> None:
     program = Program(lanes, seed, edges=False)
     program.run_uploads_last(40)
     assert not program.equal()
 
 
-def test_the_host_does_not_wait_for_streams_between_lanes(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_the_host_does_not_wait_for_streams_between_lanes(lanes: StreamLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[0])
     source, weights, back = torch.ones(8), torch.zeros(8), torch.zeros(8)
     up = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(weights, source)), [])
@@ -87,7 +87,7 @@ def test_the_host_does_not_wait_for_streams_between_lanes(lanes: CudaLanes, fake
     assert back.eq(2).all()
 
 
-def test_memory_of_a_copy_lives_until_the_stream_has_passed(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_memory_of_a_copy_lives_until_the_stream_has_passed(lanes: StreamLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[0])
     source = torch.ones(8)
     alive = weakref.ref(source)
@@ -102,7 +102,7 @@ def test_memory_of_a_copy_lives_until_the_stream_has_passed(lanes: CudaLanes, fa
     assert alive() is None
 
 
-def test_a_failed_op_keeps_its_memory_on_the_stream_and_drain_waits_for_that(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_a_failed_op_keeps_its_memory_on_the_stream_and_drain_waits_for_that(lanes: StreamLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[0])
     alive: list[weakref.ref[torch.Tensor]] = []
     target = torch.zeros(8)
@@ -125,9 +125,9 @@ def test_a_failed_op_keeps_its_memory_on_the_stream_and_drain_waits_for_that(lan
     assert target.eq(1).all()
 
 
-def test_memory_follows_the_order_of_the_streams(lanes: CudaLanes, fake: FakeCuda) -> None:
-    """One lane gives memory back behind a copy that is still to come; another takes it: its copy
-    comes later.
+def test_memory_follows_the_order_of_the_streams(lanes: StreamLanes, fake: FakeCuda) -> None:
+    """One lane gives memory back behind a copy that is still to come; another takes it, and its
+    copy comes later.
     """
     memory = lanes.memory()
     memory.take(MEMORY_BYTES - 512, "the rest")
@@ -155,7 +155,7 @@ def test_memory_follows_the_order_of_the_streams(lanes: CudaLanes, fake: FakeCud
     assert taken[0].eq(2).all()
 
 
-def test_dtypes_are_converted_in_staging_memory_piece_by_piece(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtypes_are_converted_in_staging_memory_piece_by_piece(lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.randn(1000)
     target = torch.empty(1000, dtype=torch.bfloat16)
     made: list[Any] = []
@@ -180,7 +180,7 @@ def test_ranges_have_names_where_a_profiler_looks(fake: FakeCuda, monkeypatch: p
     assert fake.ranges == ["UPLOAD - 0", "pop", "STORE - 0", "pop"]
 
 
-def test_ranges_and_marks_have_names_while_times_are_taken(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_ranges_and_marks_have_names_while_times_are_taken(lanes: StreamLanes, fake: FakeCuda) -> None:
     lanes.timed = True
     lanes.submit(op(0, Lane.H2D), doing(lambda: None), []).wait()
     lanes.now()
@@ -189,7 +189,7 @@ def test_ranges_and_marks_have_names_while_times_are_taken(lanes: CudaLanes, fak
 
 
 def test_a_moment_is_known_once_computes_stream_has_come_to_it(
-    lanes: CudaLanes, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    lanes: StreamLanes, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started_s = time.monotonic()
     lanes.timed = True
@@ -221,7 +221,7 @@ def test_times_are_as_fine_after_days(monkeypatch: pytest.MonkeyPatch) -> None:
             return float(torch.tensor((other.at_s - self.at_s) * 1e3, dtype=torch.float32))
 
     monkeypatch.setattr(FakeCuda, "Event", Driver)
-    monkeypatch.setattr(cuda, "now_s", lambda: clock[0])
+    monkeypatch.setattr(streams, "now_s", lambda: clock[0])
     fake = FakeCuda()
     lanes = make(fake)
     lanes.timed = True
@@ -240,7 +240,7 @@ def test_times_are_as_fine_after_days(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.times() == pytest.approx((clock[0], clock[0]), abs=1e-3)
 
 
-def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread starts with the first device: what needs a context would make one there."""
     chosen: set[tuple[str, torch.device]] = set()
     second = torch.device("cuda", 1)
@@ -251,7 +251,7 @@ def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: CudaLanes, monkeypa
     assert chosen == {(f"lightning-hetero {lane.value}", second) for lane in LANES}
 
 
-def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: StreamLanes, fake: FakeCuda) -> None:
     taken = lanes.memory().take(512, "weights")
     with pytest.raises(AssertionError, match="has been given back"):
         lanes.resize(4096)
@@ -266,7 +266,7 @@ def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: CudaLanes, fake:
         lanes.memory().take(1, "more")
 
 
-def test_a_device_without_a_large_free_piece_names_the_reservation(lanes: CudaLanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_a_large_free_piece_names_the_reservation(lanes: StreamLanes, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def full(size: int, **options: Any) -> Any:
@@ -297,7 +297,7 @@ class Allocator:
 def test_the_peak_counts_the_lanes_and_not_the_process(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     allocator.reach(9000)  # before the fit
-    lanes = CudaLanes("meta", memory_bytes=512, staging_bytes=1024, cuda=fake)
+    lanes = StreamLanes("meta", memory_bytes=512, staging_bytes=1024, backend=fake)
     assert lanes.peak_bytes() == 100
     allocator.reach(700)
     assert lanes.peak_bytes() == 700
@@ -311,7 +311,7 @@ def test_the_peak_counts_the_lanes_and_not_the_process(fake: FakeCuda, monkeypat
     assert lanes.peak_bytes() == 800
 
 
-def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_the_host_catches_up_with_its_lane(lanes: StreamLanes, fake: FakeCuda) -> None:
     gate = held(fake.streams[1])
     source, back, seen = torch.ones(8), torch.zeros(8), list[bool]()
 
@@ -328,7 +328,7 @@ def test_the_host_catches_up_with_its_lane(lanes: CudaLanes, fake: FakeCuda) -> 
 # ---- page-locked memory --------------------------------------------------------------------------
 
 
-def test_host_buffers_are_registered_until_their_last_view_goes(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_host_buffers_are_registered_until_their_last_view_goes(lanes: StreamLanes, fake: FakeCuda) -> None:
     buffer = lanes.host_buffer(5000)
     address = buffer.data_ptr()
     assert fake.registered == {address: 5000}
@@ -350,7 +350,7 @@ def test_memory_of_others_is_registered_until_the_end(fake: FakeCuda) -> None:
     assert not fake.registered
 
 
-def test_memory_whose_pages_shall_go_is_not_registered_any_more(lanes: CudaLanes, fake: FakeCuda) -> None:
+def test_memory_whose_pages_shall_go_is_not_registered_any_more(lanes: StreamLanes, fake: FakeCuda) -> None:
     first, second = torch.empty(4096, dtype=torch.uint8), torch.empty(8192, dtype=torch.uint8)
     lanes.page_lock(first)
     lanes.page_lock(second)
@@ -389,7 +389,7 @@ def child_can_read(memory: torch.Tensor) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def test_a_child_of_fork_gets_no_page_locked_memory(lanes: CudaLanes) -> None:
+def test_a_child_of_fork_gets_no_page_locked_memory(lanes: StreamLanes) -> None:
     """The kernel would copy all of it for each worker of a data loader."""
     pages = mmap.mmap(-1, 5000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)

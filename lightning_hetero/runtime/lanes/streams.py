@@ -1,11 +1,11 @@
-"""Lanes of a CUDA or ROCm device: a stream for each direction of copies, and events.
+"""Lanes of a device with streams: one for each direction of copies, and events.
 
 [Note: Streams and the host]
 ``h2d`` and ``d2h`` have a stream and a thread each. The thread waits on the host until the events
 before an op have been *issued*, and lets its stream wait for them. Then it calls ``run``, which
 gives work to the stream, and records the op's end there. Compute's stream is the calling thread's
 current one. Nothing here synchronizes the device. Only host lanes, which use the results of copies,
-wait for events on the host, asleep (``blocking=True``, which ``torch.Event`` does not have).
+wait for events on the host, asleep where the backend has such a wait.
 
 [Note: Lifetimes on streams]
 The source and the target of a copy live until the stream has passed the op. Device memory of
@@ -35,37 +35,37 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
+from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
 from lightning_hetero.runtime.lanes.base import Event, Moment
-from lightning_hetero.runtime.lanes.cuda_device import spare_bytes
 from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
-from lightning_hetero.runtime.lanes.op import QueuedOp, Stream, StreamEvent
+from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.runtime.lanes.pinned import PageLocker
 from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.runtime.lanes.stream_device import spare_bytes
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes
 from lightning_hetero.untyped import Value
 
-Origin = tuple[StreamEvent, float]  # a timed event that has passed, and when, in seconds of ``now_s``
+Origin = tuple[torch.Event, float]  # a timed event that has passed, and when, in seconds of ``now_s``
 
 _ORIGIN_S = 60.0  # then the resolution is 4 microseconds; more often, roundings would add up
 _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
-_PROFILER = "NVTX_INJECTION64_PATH"  # Nsight sets it in the processes that it observes
 
 
-class CudaLanes(Lanes):
-    """Lanes of a CUDA device; see [Note: Streams and the host] and [Note: Lifetimes on streams].
+class StreamLanes(Lanes):
+    """See [Note: Streams and the host] and [Note: Lifetimes on streams].
 
     Takes its memory as it is created, on the current stream, and none later.
 
     Args:
-        device: The device, such as ``"cuda"`` or ``"cuda:1"``.
+        device: The device; without a number it is the current one.
         memory_bytes: Device memory for ops.
         poison: Fill memory with NaN when it is taken and when it is given back (tests).
         staging_bytes: Device memory for each direction, where the device converts between dtypes.
         host_room: Returns the bytes of host memory that are free for this process, within its
             control groups.
-        cuda: ``torch.cuda``, or its replacement in tests.
+        backend: What the device's backend has of its own. Default: the row of its table.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class CudaLanes(Lanes):
         poison: bool = False,
         staging_bytes: int = 16 * MIB,
         host_room: Callable[[], int] = available_memory_bytes,
-        cuda: Value = torch.cuda,
+        backend: Backend | None = None,
     ) -> None:
         device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.accelerator.current_device_index())
-        self._cuda = cuda
+        if device.type in BACKENDS and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._backend = BACKENDS[device.type] if backend is None else backend
         self._timed = False
         self._peak_bytes = 0
         self._origin: Origin | None = None  # of times on streams
-        self._next_origin: StreamEvent | None = None  # the next one, once the stream has passed it
+        self._next_origin: torch.Event | None = None  # the next one, once the stream has passed it
         _forget_peak(device)
-        super().__init__(device, _set_aside(memory_bytes, device, poison=poison, cuda=cuda), poison=poison)
-        self._streams: dict[Lane, Stream] = {lane: cuda.Stream(device) for lane in (Lane.H2D, Lane.D2H)}
+        super().__init__(device, _set_aside(memory_bytes, device, poison=poison, backend=self._backend), poison=poison)
+        self._streams = {lane: self._backend.new_stream(device) for lane in (Lane.H2D, Lane.D2H)}
         self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
         self._scratch = torch.empty(1, dtype=torch.uint8, device=device)
         self._holding: dict[Lane, deque[QueuedOp]] = {lane: deque() for lane in self._streams}
-        self._locker = PageLocker(cuda.cudart(), self._forget_error, host_room)
-        self._profiled = _PROFILER in os.environ
+        self._locker = PageLocker(self._backend, self._forget_error, host_room)
+        self._profiled = self._backend.profiler in os.environ
         self._follow_allocator()
 
     def _follow_allocator(self) -> None:
@@ -120,7 +120,7 @@ class CudaLanes(Lanes):
             self._origin = event, now_s()
         return self._origin
 
-    def _renew_origin(self, event: StreamEvent) -> None:
+    def _renew_origin(self, event: torch.Event) -> None:
         """Maybe takes a timed event of compute's stream for the next origin."""
         origin = self._current_origin()
         if self._next_origin is None and now_s() - origin[1] > _ORIGIN_S:
@@ -137,7 +137,7 @@ class CudaLanes(Lanes):
     def now(self, name: str = "") -> Moment:
         """The moment that compute's stream will have come to, once it has."""
         if name:
-            self._cuda.nvtx.mark(name)
+            self._backend.mark(name)
         origin = self._current_origin()
         event = self._record(self._compute_stream(), timed=True)
         self._renew_origin(event)
@@ -152,7 +152,7 @@ class CudaLanes(Lanes):
                 # d2h -> compute: torch may reuse the device memory from here on
                 event.keep = [t for t in event.keep if t.is_cpu]
 
-    def _order(self, stream: Stream, event: Event) -> None:
+    def _order(self, stream: torch.Stream, event: Event) -> None:
         """The stream waits for the event before all later work."""
         if isinstance(event, QueuedOp):
             event.issued()
@@ -161,12 +161,11 @@ class CudaLanes(Lanes):
         elif event.moment is not None:
             stream.wait_event(event.moment)
 
-    def _compute_stream(self) -> Stream:
-        stream: Stream = self._cuda.current_stream(self.device)
-        return stream
+    def _compute_stream(self) -> torch.Stream:
+        return self._backend.current_stream(self.device)
 
-    def _record(self, stream: Stream, *, timed: bool = False) -> StreamEvent:
-        event: StreamEvent = self._cuda.Event(enable_timing=timed, blocking=True)
+    def _record(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+        event = self._backend.event(timed=timed)
         event.record(stream)
         return event
 
@@ -182,14 +181,14 @@ class CudaLanes(Lanes):
         if lane is Lane.COMPUTE:
             return self._on_stream(queued, self._compute_stream())
         if lane in self._streams:
-            with self._cuda.stream(self._streams[lane]):
+            with self._backend.on(self._streams[lane]):
                 return self._on_stream(queued, self._streams[lane])
         for event in queued.after:
             event.wait()
         with self._named(queued.op):
             return self._run(queued)
 
-    def _on_stream(self, queued: QueuedOp, stream: Stream) -> Iterable[Ticket]:
+    def _on_stream(self, queued: QueuedOp, stream: torch.Stream) -> Iterable[Ticket]:
         for event in queued.after:
             self._order(stream, event)
         timed = self._timed
@@ -209,11 +208,11 @@ class CudaLanes(Lanes):
         if not (self._profiled or self._timed):
             yield
             return
-        self._cuda.nvtx.range_push(f"{op.kind} {op.payload} {op.block}")
+        self._backend.range_begins(f"{op.kind} {op.payload} {op.block}")
         try:
             yield
         finally:
-            self._cuda.nvtx.range_pop()
+            self._backend.range_ends()
 
     def _tidy(self, lane: Lane) -> float | None:
         holding = self._holding.get(lane)
@@ -282,10 +281,10 @@ class CudaLanes(Lanes):
         self._peak_bytes = self.peak_bytes()
         _forget_peak(self.device)
         self._rest()  # an error may have left copies that nothing has waited for
-        self._memory = _set_aside(0, self.device, poison=self._poison, cuda=self._cuda)  # frees the old memory first
+        self._memory = _set_aside(0, self.device, poison=self._poison, backend=self._backend)  # frees the old memory first
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
-        self._memory = _set_aside(num_bytes, self.device, poison=self._poison, cuda=self._cuda)
+        self._memory = _set_aside(num_bytes, self.device, poison=self._poison, backend=self._backend)
         self._follow_allocator()
 
     def peak_bytes(self) -> int:
@@ -324,10 +323,10 @@ class CudaLanes(Lanes):
 
     def spare_bytes(self) -> int | None:
         """What torch's allocator can still give out; ``None`` for a stand-in."""
-        return None if self.device.type == "cpu" else spare_bytes(self.device, self._cuda)
+        return None if self.device.type == "cpu" else spare_bytes(self.device, self._backend)
 
     def _forget_error(self) -> None:
-        # torch checks the last error after every launch; torch's cudart has no call to clear it.
+        # Torch checks the driver's last error after every launch, and has no call to clear it.
         with suppress(RuntimeError):
             self._scratch.fill_(0)
 
@@ -360,7 +359,7 @@ class CudaLanes(Lanes):
 class _Mark:
     """A moment of compute's stream."""
 
-    def __init__(self, moment: StreamEvent) -> None:
+    def __init__(self, moment: torch.Event) -> None:
         self.moment = moment
 
     def done(self) -> bool:
@@ -373,27 +372,27 @@ class _Mark:
 class _StreamArena(DeviceArena):
     """Memory that is taken and given back in the order of the current stream."""
 
-    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, cuda: Value) -> None:
+    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool, backend: Backend) -> None:
         super().__init__(capacity_bytes, device, poison=poison)
-        self._device, self._cuda = device, cuda
+        self._device, self._backend = device, backend
 
     def _given(self) -> Iterable[tuple[Hashable, object]]:
-        stream, moment = self._cuda.current_stream(self._device), self._cuda.Event()
+        stream, moment = self._backend.current_stream(self._device), self._backend.event(timed=False)
         moment.record(stream)
         return ((stream, moment),)
 
     def _wait(self, given: dict[Hashable, tuple[int, object]]) -> None:
-        stream = self._cuda.current_stream(self._device)
+        stream: Value = self._backend.current_stream(self._device)
         for other, (_, moment) in given.items():
             if other != stream:
                 stream.wait_event(moment)
 
 
-def _times(origin: Origin, start: StreamEvent, end: StreamEvent) -> tuple[float, float]:
+def _times(origin: Origin, start: torch.Event, end: torch.Event) -> tuple[float, float]:
     return _at_s(origin, start), _at_s(origin, end)
 
 
-def _at_s(origin: Origin, event: StreamEvent) -> float:
+def _at_s(origin: Origin, event: torch.Event) -> float:
     """When a stream passed a timed event, in seconds of ``now_s``."""
     return origin[1] + origin[0].elapsed_time(event) / 1e3
 
@@ -403,9 +402,9 @@ def _forget_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, cuda: Value) -> _StreamArena:
+def _set_aside(num_bytes: int, device: torch.device, *, poison: bool, backend: Backend) -> _StreamArena:
     try:
-        return _StreamArena(num_bytes, device, poison=poison, cuda=cuda)
+        return _StreamArena(num_bytes, device, poison=poison, backend=backend)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryBudgetError(
             f"{format_bytes(num_bytes)} of device memory are to be set aside for weights and optimizer state, and the device has "

@@ -1,4 +1,4 @@
-"""A CUDA or ROCm device as plans see it: what of its memory they may use.
+"""A device with streams as plans see it: what of its memory they may use.
 
 [Note: Memory of a GPU]
 Free memory is measured once the process's context exists, with the libraries that matrix products
@@ -14,8 +14,8 @@ from typing import Self
 import torch
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
 from lightning_hetero.units import KIB, MIB, format_bytes
-from lightning_hetero.untyped import Value
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
 _STAGING_SHARE = 256  # each direction takes at most this part of the memory to convert in
@@ -24,12 +24,12 @@ _GAPS = "inactive_split_bytes"  # in torch's statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaDevice:
+class StreamDevice:
     """A device with streams; see [Note: Memory of a GPU]."""
 
     device: torch.device
     usable_bytes: int  # memory that this process may take from now on
-    cuda: Value = torch.cuda  # ``torch.cuda``, or its replacement in tests
+    backend: Backend  # what it has of its own
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
@@ -39,8 +39,9 @@ class CudaDevice:
             OutOfMemoryBudgetError: Hardly anything is free.
         """
         _warm_up(device)
-        usable = spare_bytes(device)
-        found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes))
+        backend = BACKENDS[device.type]
+        usable = spare_bytes(device, backend)
+        found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes), backend=backend)
         if found.memory_bytes <= 0:
             raise OutOfMemoryBudgetError(
                 f"{format_bytes(max(0, found.usable_bytes))} of {device}'s memory may be used, which is too little for anything. "
@@ -82,17 +83,16 @@ class CudaDevice:
         return True
 
 
-def spare_bytes(device: torch.device, cuda: Value = torch.cuda) -> int:
+def spare_bytes(device: torch.device, backend: Backend) -> int:
     """What torch's allocator can still give out of a device's memory, in any pieces.
 
     That is the free memory and the allocator's unused whole pieces, at most this process's share.
-    Gaps between tensors in use do not count. ``cuda`` is ``torch.cuda``, or its replacement in
-    tests.
+    Gaps between tensors in use do not count.
     """
     free, total = torch.accelerator.get_memory_info(device)
     stats = torch.accelerator.memory_stats(device)
     reserved, allocated, gaps = (stats.get(f"{key}.all.current", 0) for key in ("reserved_bytes", "allocated_bytes", _GAPS))
-    allowed = int(cuda.get_per_process_memory_fraction(device) * total)
+    allowed = int(backend.share(device) * total)
     return int(min(free + reserved, allowed) - allocated - gaps)
 
 
