@@ -11,6 +11,9 @@ meta device, and PEFT adds the adapters. The strategy reads frozen weights from 
 whenever a block needs them, so they take no other space on disk, and within `--host-memory` no more
 memory than fits. `--strategy auto` is plain Lightning with all weights in memory.
 
+With `--quantize` (QLoRA) the linear layers are those of bitsandbytes, in 4 bits. They are quantized
+as they are read, and their packed weights are written to disk once.
+
 In the end the adapters are saved as PEFT saves them. PEFT loads them on top of the folder, and the
 logits are those of the trained model.
 """
@@ -25,24 +28,59 @@ import lightning as L
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from smollm2 import PythonTopics, Size, SmolLM2, load_model, load_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from lightning_hetero.strategies import HeteroOffloadStrategy
+
+
+def read_base(folder: Path, *, quantize: bool) -> PreTrainedModel:
+    """The pretrained model in memory, as transformers loads it."""
+    options = {"quantization_config": nf4()} if quantize else {}
+    return trainable(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options))
+
+
+def build_base(folder: Path, *, quantize: bool) -> PreTrainedModel:
+    """The same model on the meta device, without memory."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    if quantize:
+        from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+        base = replace_with_bnb_linear(base, modules_to_not_convert=["lm_head"], quantization_config=nf4())
+        base.is_loaded_in_4bit = True  # PEFT makes the adapters for these layers then
+    return trainable(base)
+
+
+def trainable(base: PreTrainedModel) -> PreTrainedModel:
+    """Keeps gradients: on some CPUs evaluation packs 4-bit weights for products without any."""
+    for module in base.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return base
+
+
+def nf4() -> BitsAndBytesConfig:
+    """4 bits per weight, with quantized scales, as in QLoRA."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+    )
 
 
 class LoraSmolLM2(SmolLM2):
     """SmolLM2 with LoRA adapters, which alone are trained.
 
     `base` is a folder of safetensors, made here if it is missing. On the meta device the model has
-    no memory until the strategy allocates it; with `in_memory` transformers loads it.
+    no memory until the strategy allocates it; with `in_memory` transformers loads it. With
+    `quantize` its linear layers have 4 bits per weight.
     """
 
     def __init__(
-        self, base: Path, size: Size = "135m", lr: float = 1e-3, rank: int = 16, warmup_steps: int = 5, in_memory: bool = False
-    ) -> None:
+        self, base: Path, size: Size = "135m", lr: float = 1e-3, rank: int = 16, warmup_steps: int = 5,
+        in_memory: bool = False, quantize: bool = False,
+    ) -> None:  # fmt: skip
         L.LightningModule.__init__(self)
         self.save_hyperparameters({"base": str(base), "size": size, "lr": lr, "weight_decay": 0.0, "warmup_steps": warmup_steps})
-        self.base, self.rank, self.in_memory = Path(base), rank, in_memory
+        self.base, self.rank, self.in_memory, self.quantize = Path(base), rank, in_memory, quantize
         if not (self.base / "config.json").exists():
             load_model(size).save_pretrained(self.base)
         self.tokenizer = load_tokenizer(size)
@@ -51,13 +89,9 @@ class LoraSmolLM2(SmolLM2):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        if self.in_memory:
-            base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
-        else:
-            with torch.device("meta"):
-                base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.base), dtype=torch.float32)
+        base = (read_base if self.in_memory else build_base)(self.base, quantize=self.quantize)
         adapters = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        self.model = get_peft_model(base, adapters)
+        self.model = get_peft_model(base, adapters).train()  # transformers loads a model for evaluation
 
 
 def parse_options() -> argparse.Namespace:
@@ -72,6 +106,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--host-memory", default="400MiB", help="budget for weights, gradients and state (default: 400MiB)")
     parser.add_argument("--base", type=Path, default=Path("smollm2-base"), help="folder of the pretrained model")
     parser.add_argument("--output", type=Path, default=Path("smollm2-adapter"), help="folder for the adapters")
+    parser.add_argument("--quantize", action="store_true", help="QLoRA: linear layers in 4 bits, by bitsandbytes")
     parser.add_argument("--tiny", action="store_true", help="a small random model instead of the pretrained one")
     return parser.parse_args()
 
@@ -79,8 +114,7 @@ def parse_options() -> argparse.Namespace:
 def save(model: LoraSmolLM2, folder: Path) -> None:
     """Saves the adapters, loads them back with PEFT, and compares the logits."""
     model.model.save_pretrained(folder)
-    base = AutoModelForCausalLM.from_pretrained(model.base, dtype=torch.float32)
-    reloaded = PeftModel.from_pretrained(base, folder).eval()
+    reloaded = PeftModel.from_pretrained(read_base(model.base, quantize=model.quantize), folder).eval()
     inputs = model.tokenizer("def main():", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         if not torch.equal(reloaded(inputs).logits, model.model.eval()(inputs).logits):
@@ -91,7 +125,9 @@ def main() -> None:
     options = parse_options()
     L.seed_everything(0)
     size: Size = "tiny" if options.tiny else "135m"
-    model = LoraSmolLM2(options.base, size, lr=options.lr, rank=options.rank, in_memory=options.strategy == "auto")
+    model = LoraSmolLM2(
+        options.base, size, lr=options.lr, rank=options.rank, in_memory=options.strategy == "auto", quantize=options.quantize
+    )
     data = PythonTopics(size, batch_size=options.batch_size, seq_len=options.seq_len)
 
     strategy = options.strategy

@@ -68,12 +68,15 @@ def plan_error(
 
 
 _KNOBS = {
+    Purpose.CONSTANT: "double quantization: these are the scales of quantized weights",
     Purpose.WEIGHTS: 'weights on "disk" (plan="disk")',
     Purpose.STATE: 'state on "disk" (plan="disk")',
     Purpose.ACTIVATIONS: "a smaller batch",
     Purpose.GRADIENTS: "gradient_depth; no clipping by norm, no accumulation",
     Purpose.BUCKETS: "a smaller bucket_cap_mb",
+    Purpose.STAGING: "nothing on disk; or blocks of fewer than 262,144 parameters (block_cls)",
     Purpose.CACHE: "smaller blocks (block_cls), host_cache_bytes",
+    Purpose.READING: "layers made in bfloat16: one is read in its dtype, twice, and quantized",
 }
 _KNOBS_OF_DISK = {  # what still lives in memory under plan "disk" has to
     Purpose.WEIGHTS: "fewer weights outside repeated blocks (block_cls); these stay in memory",

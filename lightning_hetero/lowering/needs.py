@@ -76,6 +76,7 @@ class Purpose(StrEnum):
     BUCKETS = "buckets in which ranks average gradients"
     SPARE = "copies of weights until the verdict"
     CACHE = "the cache for weights from below"
+    READING = "weights that are quantized as they are read"
     MIRRORS = "copies of what lives in memory, so that steps are kept"
 
 

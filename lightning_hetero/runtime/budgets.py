@@ -7,6 +7,7 @@ from torch import nn
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
@@ -41,6 +42,8 @@ class Budgets:
         self.alignment_bytes = alignment_bytes
         self._setup = ModelSetup(root, options.block_cls, content, built, alignment_bytes=alignment_bytes)
         self.blocks = self._setup.blocks
+        self._scale_bytes = quantized.scale_bytes(root) + quantizing.coming_scale_bytes(root)
+        self._reading_bytes = quantizing.reading_bytes(root)
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None  # runs its steps, once the session has started
         # Of a profiled batch. From then on the machine's free memory has to hold activations too.
@@ -85,7 +88,10 @@ class Budgets:
         # as does any budget if a device has memory of its own: its plans place activations.
         profile = self.profile if self.options.host_memory is None or self.options.device is not None else None
         name, every = type(self.root).__name__, self.options.keep_every if self.keeps_steps else 0
-        return Placer(name, self.blocks, self.options, self.bindings, self.rules, profile, kept_every=every)
+        return Placer(
+            name, self.blocks, self.options, self.bindings, self.rules, profile, kept_every=every,
+            scale_bytes=self._scale_bytes, reading_bytes=0 if self._started else self._reading_bytes,
+        )  # fmt: skip
 
     @property
     def keeps_steps(self) -> bool:
@@ -106,11 +112,12 @@ class Budgets:
 
     @property
     def present_bytes(self) -> int:
-        """Weights and optimizer state that are in memory now."""
+        """Weights, their scales and optimizer state that are in memory now."""
         there = [b for b in self.blocks if b.resident and self._setup.is_set(b)]
+        scales = self._scale_bytes if self.options.device is None else 0
         if self.executor is None:
-            return sum(p.weight_bytes for b in there for p in b.parts)
-        weights = sum(p.weight_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)
+            return scales + sum(p.weight_bytes for b in there for p in b.parts)
+        weights = scales + sum(p.weight_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)
         away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
         rows = zip(self.executor.model.blocks, self.blocks, strict=True)
         return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
@@ -119,7 +126,7 @@ class Budgets:
         """Whether all weights and all state may be in memory at once."""
         pairs = list(zip(self.running.model.blocks, self.running.plan.blocks, strict=True))
         if self.options.host_memory is not None:
-            return sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
+            return self._scale_bytes + sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
         more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)
         more += sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK)
         return more <= available_memory_bytes() * 3 // 4

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_hetero._native import PartGeometry
+from lightning_hetero.runtime import quantizing
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -134,7 +135,7 @@ class ModelSetup:
 
     def bring(self, store: TierStore, executor: Executor, placement: Placement, *, resumed: KeptSteps | None) -> None:
         """Opens files block by block and writes the weights. Memory keeps what fits the budget."""
-        used, later = 0, list[tuple[str, nn.Parameter]]()
+        used, later = quantizing.reading_bytes(self._root), list[tuple[str, nn.Parameter]]()
         self._initializer.read_buffers()
         for block in in_order_of_construction(self._root, self.blocks):
             if self._needs_content(block) and not self._initializer.read(block, self._made_on_meta):

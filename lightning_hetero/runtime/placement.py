@@ -22,7 +22,7 @@ from lightning_hetero.lowering import (
     lower,
     needs_of_shape,
 )
-from lightning_hetero.lowering.memory_errors import device_too_small
+from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
 from lightning_hetero.optim import adam
@@ -73,6 +73,8 @@ class Placer:
     Args:
         profile: A profiled batch's results; ``None``: activations are unknown and not counted.
         kept_every: One of so many steps is kept on disk; 0: none is.
+        scale_bytes: What belongs to quantized weights, and is where the model computes.
+        reading_bytes: What the start needs beside a block, to quantize weights that it reads.
     """
 
     def __init__(
@@ -85,8 +87,11 @@ class Placer:
         profile: ModelProfile | None = None,
         *,
         kept_every: int = 0,
+        scale_bytes: int = 0,
+        reading_bytes: int = 0,
     ) -> None:
-        self._profile, self._kept_every = profile, kept_every
+        self._reading_bytes = reading_bytes
+        self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
@@ -178,6 +183,7 @@ class Placer:
         if rules.speculates and least_bytes(needs) > budget:  # speculation needs copies of weights until the verdict
             rules = replace(rules, speculates=False)
             needs = self.needs(plan, rules)
+        self._check_reading(plan, needs, budget)
         room = cache_sizes_in_budget(
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=self.device_memory,
@@ -213,6 +219,16 @@ class Placer:
             later_bytes=self._later_bytes(plan),
             num_blobs=sum(1 for _ in self._blobs(plan)),
         )
+
+    def _check_reading(self, plan: Plan, needs: Needs, budget: int) -> None:
+        """Refuses a budget in which the weights of a block cannot be quantized as they are read."""
+        held = {purpose: needs.host[purpose] for purpose in (Purpose.CONSTANT, Purpose.WEIGHTS, Purpose.STAGING)}
+        rows = {**held, Purpose.CACHE: max(needs.host_caches, default=0), Purpose.READING: self._reading_bytes}
+        if self._reading_bytes and total_bytes(rows) > max(budget, least_bytes(needs)):
+            raise too_small(
+                plan.name, rows, host_memory=budget, given=self._options.host_memory is not None,
+                profiled=True, less_on_disk=self._needs_less_on_disk(least_bytes(needs)),
+            )  # fmt: skip
 
     def fitting(self, plan: Plan) -> Plan:
         """The plan, resolved. Weights without an anchor of their own stay in memory in any plan.
@@ -300,9 +316,11 @@ class Placer:
         rules = rules or replace(self._rules, speculates=False)
         waits = Updates.REDONE if rules.speculates else Updates.AFTER_VERDICT
         shared = self.device_memory is None
-        constant = 0 if shared or self._profile is None else self._profile.constant_device_bytes
+        measured = 0 if self._profile is None else self._profile.constant_device_bytes
+        on_device = max(measured, self._scale_bytes)
+        constant = Constant(host_bytes=self._scale_bytes) if shared else Constant(device_bytes=on_device)
         return needs_of_shape(
-            plan, self.model, shared_memory=shared, constant=Constant(device_bytes=constant),
+            plan, self.model, shared_memory=shared, constant=constant,
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip

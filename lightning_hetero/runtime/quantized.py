@@ -5,28 +5,30 @@ bitsandbytes keeps weights in places that autograd's hooks for saved tensors do 
 multiplication keeps the packed weights on its node of the graph. An 8-bit layer keeps them as
 ``state.CB`` beside the parameter, for forward and backward. On a device, that memory may have other
 weights by then, and on the host ``CB`` would be a second copy. So both are made to read the
-parameter. What else belongs to a quantized weight (scales, code books) stays in memory with its
-layer: it takes a few percent of the weight. bitsandbytes is not imported; its layers are recognized
-by their attributes.
+parameter. A 4-bit layer also keeps the layout of its weights in evaluation mode. What else belongs
+to a quantized weight (scales, code books) stays in memory with its layer, and budgets count it: it
+takes a few percent of the weight. bitsandbytes is not imported; its layers are recognized by their
+attributes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.raw_memory import memory_of
 from lightning_hetero.untyped import Function, Value
 
 _NODE = "MatMul4BitBackward"
+_PACKS_ANEW = "support_avx512bf16_for_cpu"
 
 
 class Handle(Protocol):
@@ -39,9 +41,9 @@ class Handle(Protocol):
 def follow(root: nn.Module) -> list[Handle]:
     """Lets quantized layers read their parameters, until the handles are removed."""
     handles: list[Handle] = []
-    for _, module, weight in _weights(root):
+    for _, module, weight in weights_of(root):
         if vars(weight).get("quant_state") is not None:
-            handles.append(module.register_forward_hook(partial(_free_node, weight)))
+            handles += [module.register_forward_hook(partial(_free_node, weight)), _Layout(module)]
             handles += _in_their_autocast(module)
         elif hasattr(state := getattr(module, "state", None), "SCB") and not getattr(state, "has_fp16_weights", True):
             handles += [_LiveState(weight, state), *_in_their_autocast(module)]
@@ -57,33 +59,27 @@ def _in_their_autocast(module: nn.Module) -> list[Handle]:
 
 
 def quantize(root: nn.Module) -> None:
-    """Lets layers quantize their weights, as they do when plain Lightning moves a model.
+    """Lets layers in memory quantize their weights, as they do when plain Lightning moves a model.
 
-    Raises:
-        UnsupportedError: A layer is on the meta device.
+    ``runtime.quantizing`` has those on the meta device.
     """
-    for name, module, weight in _weights(root):
-        if not _is_to_quantize(weight):
-            continue
-        if weight.is_meta:
-            raise UnsupportedError(
-                f"the {type(module).__name__} {name!r} is on the meta device, and quantizing needs its values. Build the model in "
-                f"memory, or without quantization."
-            )
-        module.to("cpu")
+    for _, module, weight in weights_of(root):
+        if not weight.is_meta and is_to_quantize(weight):
+            module.to("cpu")
 
 
-def _weights(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """The modules with a ``weight``, each with its name and that."""
-    for name, module in root.named_modules():
+def weights_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """The names of all parameters called ``weight``, with their modules."""
+    for prefix, module in root.named_modules():
         if (weight := module._parameters.get("weight")) is not None:
-            yield name, module, weight
+            yield f"{prefix}.weight" if prefix else "weight", module, weight
 
 
-def _is_to_quantize(weight: nn.Parameter) -> bool:
+def is_to_quantize(weight: nn.Parameter) -> bool:
+    """Whether a layer of bitsandbytes quantizes this weight when it is moved."""
     own = vars(weight)
     if "bnb_quantized" in own:
-        return not own["bnb_quantized"]
+        return not own["bnb_quantized"] and weight.is_floating_point()
     return "SCB" in own and not own.get("has_fp16_weights", True) and weight.dtype != torch.int8
 
 
@@ -104,6 +100,23 @@ def _free_node(weight: nn.Parameter, module: nn.Module, args: tuple[object, ...]
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None  # conversions of the output
     if node is not None:
         node.tensors = _Weights(weight)
+
+
+class _Layout:
+    """A 4-bit layer that keeps the layout of its packed weights.
+
+    On a CPU with AVX512-BF16 a forward in evaluation mode would pack them anew, for products that
+    have no backward. Source: bitsandbytes 0.50, ``Linear4bit.forward``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = vars(module)
+        self._before = self._attributes.get(_PACKS_ANEW)
+        self._attributes[_PACKS_ANEW] = False
+
+    def remove(self) -> None:
+        """The layer may do so again."""
+        self._attributes[_PACKS_ANEW] = self._before
 
 
 class _LiveState:
@@ -146,18 +159,48 @@ def digests(root: nn.Module) -> dict[str, str]:
 
     The weight alone does not say its values: a matrix of twice the values may have the same codes.
     """
-    found = {}
-    for prefix, module, weight in _weights(root):
-        tensors = _tensors_of(vars(weight).get("quant_state"))
-        scales = (getattr(owner, "SCB", None) for owner in (weight, getattr(module, "state", None)))
-        tensors += [value for value in scales if isinstance(value, Tensor)]
-        if tensors:
-            content = hashlib.sha256()
-            for value in tensors:
-                held = value.detach().cpu().contiguous()  # a copy lives as long as its name
-                content.update(str(value.dtype).encode() + memory_of(held))
-            found[f"{prefix}.weight" if prefix else "weight"] = content.hexdigest()
-    return found
+    return {name: digest_of(module) for name, module, _ in weights_of(root) if _scales(module)}
+
+
+def digest_of(module: nn.Module) -> str:
+    """The digest of what belongs to a layer's weights."""
+    content = hashlib.sha256()
+    for value in _scales(module):
+        held = value.detach().cpu().contiguous()  # a copy lives as long as its name
+        content.update(str(value.dtype).encode() + memory_of(held))
+    return content.hexdigest()
+
+
+def check_scales(found: Mapping[str, str], kept: Mapping[str, str]) -> None:
+    """Refuses scales that a store's weights do not belong to.
+
+    Args:
+        found: Their digests, by the names of weights.
+        kept: Those in the store.
+
+    Raises:
+        ConfigError: Names the first weight with others, or without any.
+    """
+    if other := [name for name in kept if found.get(name) != kept[name]]:
+        raise ConfigError(
+            f"the scales of the quantized weight {other[0]!r} are not those that the store's weights belong to. The store does "
+            f"not have them, because quantizing the same weights gives them again. Resume with the base model that training "
+            f"began with."
+        )
+
+
+def scale_bytes(root: nn.Module) -> int:
+    """Bytes of what belongs to quantized weights: it stays in memory under every plan."""
+    return sum({id(value): value.nbytes for module in root.modules() for value in _scales(module)}.values())
+
+
+def _scales(module: nn.Module) -> list[Tensor]:
+    """What belongs to the weights of a layer; nothing if they are not quantized."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return []
+    scales = (getattr(owner, "SCB", None) for owner in (weight, getattr(module, "state", None)))
+    return _tensors_of(vars(weight).get("quant_state")) + [value for value in scales if isinstance(value, Tensor)]
 
 
 def _tensors_of(state: object) -> list[Tensor]:
@@ -175,7 +218,7 @@ def keys_of(names: Collection[str]) -> set[str]:
 
 def to_device(root: nn.Module, device: torch.device) -> None:
     """Moves what belongs to quantized weights, but not the weights."""
-    for _, module, weight in _weights(root):
+    for _, module, weight in weights_of(root):
         if (state := vars(weight).get("quant_state")) is not None:
             state.to(device)
         for owner in (weight, getattr(module, "state", None)):

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime import quantized
+from lightning_hetero.runtime.quantizing import packed_names
 from lightning_hetero.untyped import Options
 
 if TYPE_CHECKING:
@@ -61,9 +62,14 @@ class ModelChanges:
         described = [_described(*row) for row in zip(optimizers, self._groups, strict=True)]
         self._made_as: Options = {"model": _digest(module), "optimizers": described}
         self._made_as["schedulers"] = [_scheduled(config) for config in schedulers]
-        self._made_as["quantization"] = quantized.digests(module)
         self._found = {} if found is None else found
         self._record = self._found.get("changes")  # absent in old stores
+        self._root = module
+        self._made_as["quantization"] = {}
+
+    def placed(self) -> None:
+        """The model has its weights, so that those of all quantized layers have scales."""
+        self._made_as["quantization"] = quantized.digests(self._root)
 
     def take(self) -> dict[str, object]:
         """The record's entry; ``None`` for a kind without changes.
@@ -95,13 +101,9 @@ class ModelChanges:
         made = None if self._record is None else self._record.get("made")  # absent in old stores
         if made is None or made["model"] != self._made_as["model"]:
             return
-        kept, scales = made.get("quantization", {}), self._made_as["quantization"]  # absent in old stores
-        if kept and (other := [name for name in kept if scales.get(name) != kept[name]]):
-            raise ConfigError(
-                f"the scales of the quantized weight {other[0]!r} are not those that the store's weights belong to. The store does "
-                f"not have them, because quantizing the same weights gives them again. Resume with the base model that training "
-                f"began with."
-            )
+        coming = packed_names(self._root)  # these are checked as they are read
+        scales = {name: digest for name, digest in kept_scales(self._found).items() if name not in coming}
+        quantized.check_scales(quantized.digests(self._root), scales)
         ours, theirs = self._made_as["optimizers"], made["optimizers"]
         if len(ours) != len(theirs):
             raise ConfigError(f"the model has {len(ours)} optimizers, the store {len(theirs)}. Resume with the same ones.")
@@ -239,6 +241,16 @@ class ModelChanges:
     def _modes_now(self) -> list[tuple[object, object]]:
         training, statistics = _MODES
         return [(of_one.get(training), of_one.get(statistics)) for of_one in self._attributes]
+
+
+def kept_scales(found: Options | None) -> dict[str, str]:
+    """Digests of what belonged to quantized weights in the run of a training state, by their names.
+
+    States of earlier versions have none.
+    """
+    changes = None if found is None else found.get("changes")
+    scales: dict[str, str] = {} if changes is None else changes.get("made", {}).get("quantization", {})
+    return scales
 
 
 def _described(optimizer: Optimizer, groups: list[list[int]]) -> Options:

@@ -19,7 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
-from lightning_hetero.runtime import early_state, quantized
+from lightning_hetero.runtime import early_state, quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.stream_device import StreamDevice
@@ -31,7 +31,7 @@ from lightning_hetero.store.format.manifest import alignment_in
 from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
-from lightning_hetero.strategies.model_changes import ModelChanges
+from lightning_hetero.strategies.model_changes import ModelChanges, kept_scales
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
 from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State, go_on, load_buffers, read_places
@@ -189,7 +189,8 @@ class OffloadRun:
             quantized.quantize(module)
         if fits:
             self._leave_room_for_reference()
-        content, path = self._content(), self.options.disk_path
+        quantizing.unpack(module)
+        content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self.options.disk_path
         self.checkpoints.base.placed(content)
         alignment = None if resumed is None or path is None else alignment_in(path.absolute())
         self.session = session = Session(module, self.options, content, self.built, alignment)
@@ -217,6 +218,7 @@ class OffloadRun:
                 optimizers, rules, default_root=local_root(trainer), resume=resumed is not None, with_state=changes.with_state(),
                 in_place=() if resumed is None or path is None else read_places(path.absolute()),
             )  # fmt: skip
+        changes.placed()
         state = TrainingState(trainer, changes) if session.keeps_steps else None
         if resumed is not None:
             load_buffers(module, resumed["buffers"])
@@ -239,6 +241,7 @@ class OffloadRun:
     def _placed(self, session: Session) -> None:
         """The session has started, and the model has its content."""
         self.built = None
+        self._let_go_of_layers()  # of a parked model
         self._quantized = quantized.follow(self.module)
         self._retry = self._retries(session)
         self._move_rest()  # buffers that had no content before
@@ -353,9 +356,8 @@ class OffloadRun:
                 callbacks_of(trainer).remove(self._callback)
         if self.session is not None and not self._parks(self.session):
             self._forget_session(self.session)
-        for layer in self._quantized:
-            layer.remove()
-        self._quantized = []
+        if self.session is None:
+            self._let_go_of_layers()
         strategy = self.strategy
         if strategy.root_device.type != "cpu" and strategy.lightning_module is not None:
             move_rest(strategy.lightning_module, torch.device("cpu"))
@@ -364,6 +366,11 @@ class OffloadRun:
         if strategy.accelerator is not None:
             strategy.accelerator.teardown()
         strategy.checkpoint_io.teardown()
+
+    def _let_go_of_layers(self) -> None:
+        for layer in self._quantized:
+            layer.remove()
+        self._quantized = []
 
     def _warn_of_lost_step(self, trainer: pl.Trainer) -> None:
         steps = None if self.session is None else self.session.steps
@@ -391,6 +398,7 @@ class OffloadRun:
         if self.session is not None:
             self.session.abandon()
             self._forget_session(self.session)
+            self._let_go_of_layers()
 
     def _forget_session(self, session: Session) -> None:
         self._last_trace, self._last_report = session.recorder.trace(), session.memory_report()

@@ -165,13 +165,26 @@ def test_adapters_train_on_weights_that_stay_in_their_file(arguments: list[str],
         assert mebibytes("on disk", output) > 0
 
 
-def test_adapters_train_with_lightning_cli_and_resume(tmp_path: Path) -> None:
+def test_adapters_train_on_weights_in_4_bits(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the example trains adapters of peft")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes, which quantizes the weights, is missing")
+    arguments = [*ADAPTER_RUN, "--quantize"]
+    output = run("lora_smollm2.py", *arguments, "--plan", "disk", "--host-memory", "64MiB", cwd=tmp_path)
+    before, after = held_out_losses(output)
+    assert after < before
+    assert mebibytes("on disk", output) > 0
+
+
+@pytest.mark.parametrize("config", ["lora", "qlora"])
+def test_adapters_train_with_lightning_cli_and_resume(config: str, tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
     pytest.importorskip("peft", reason="the example trains adapters of peft")
+    if config == "qlora":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes, which quantizes the weights, is missing")
     overrides = ["--model.size", "tiny", "--data.seq_len", "32", "--trainer.strategy.init_args.plan", "disk"]
-    command = ["lora_cli.py", "fit", "--config", EXAMPLES / "configs" / "lora_disk.yaml", *overrides]
+    command = ["lora_cli.py", "fit", "--config", EXAMPLES / "configs" / f"{config}_disk.yaml", *overrides]
     run(*command, "--trainer.max_steps", "2", cwd=tmp_path)
-    run(*command, "--trainer.max_steps", "3", "--ckpt_path", "lora-run", cwd=tmp_path)
+    run(*command, "--trainer.max_steps", "3", "--ckpt_path", f"{config}-run", cwd=tmp_path)
     checkpoints = {torch.load(path, weights_only=True)["global_step"] for path in tmp_path.rglob("*.ckpt")}
     assert checkpoints == {2, 3}
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.models import Outcome, assert_same, outcome, quiet_trainer
 from support.resuming import Ends, EndsAt, after
+from support.strategies import least_memory
 from torch import nn
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, export_weights
@@ -24,56 +25,11 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes, on whose quantized layers adapters train here, is missing")
-import bitsandbytes as bnb
 import peft
 from support import llama
+from support.quantized import KINDS, LATE, Module, build, on_meta
 
 STEPS = 4
-
-
-def linear4(module: nn.Linear, *, double: bool, late: bool = False) -> nn.Module:
-    options = {"quant_type": "nf4", "compress_statistics": double}
-    layer: nn.Module = bnb.nn.Linear4bit(
-        module.in_features, module.out_features, bias=False, compute_dtype=torch.float32, **options
-    )
-    layer.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, **options)
-    return layer if late else layer.to("cpu")
-
-
-def linear8(module: nn.Linear, *, late: bool = False) -> nn.Module:
-    layer: nn.Module = bnb.nn.Linear8bitLt(module.in_features, module.out_features, bias=False, has_fp16_weights=False)
-    layer.weight = bnb.nn.Int8Params(module.weight.data, requires_grad=False)
-    return layer if late else layer.to("cpu")
-
-
-KINDS = {"nf4": partial(linear4, double=False), "nf4 double": partial(linear4, double=True), "int8": linear8}
-LATE = {"nf4 late": partial(linear4, double=True, late=True), "int8 late": partial(linear8, late=True)}  # quantized in setup
-
-
-def build(kind: str, *, seed: int = 3, scale: float = 1.0, checkpointed: bool = False) -> Any:
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": llama.WORDS, "max_position_embeddings": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    model = llama.LlamaForCausalLM(llama.LlamaConfig(num_hidden_layers=4, **sizes, **heads))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            parent, _, last = name.rpartition(".")
-            with torch.no_grad():
-                module.weight.mul_(scale)
-            setattr(model.get_submodule(parent), last, (KINDS | LATE)[kind](module))
-    if checkpointed:
-        model.is_loaded_in_4bit = True
-        options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-        model = peft.prepare_model_for_kbit_training(model, **options)
-    torch.manual_seed(seed)
-    return peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-
-
-class Module(llama.LitLlama):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
 TIGHT = Plan(name="tight", blocks=(BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK),), host_cache_bytes=1)
 
 
@@ -90,7 +46,8 @@ def fit(
     callbacks = [] if stop is None else [EndsAt(stop)]
     trainer = quiet_trainer(**{"max_steps": STEPS, **options}, strategy=strategy, default_root_dir=folder, callbacks=callbacks)
     try:
-        trainer.fit(module, llama.batches(), ckpt_path=None if ckpt_path is None else str(ckpt_path))
+        loaders = (llama.batches(), llama.batches()) if "limit_val_batches" in options else (llama.batches(),)
+        trainer.fit(module, *loaders, ckpt_path=None if ckpt_path is None else str(ckpt_path))
     except Ends:
         return Outcome(module.losses, {}, [])
     return outcome(trainer, module)
@@ -148,19 +105,71 @@ def test_precisions(kind: str, precision: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", LATE)
 def test_layers_that_are_quantized_when_a_model_is_moved(kind: str, tmp_path: Path) -> None:
     assert_same(fit(Module(lambda: build(kind)), strategy("disk"), tmp_path), fit(Module(lambda: build(kind)), "auto", tmp_path))
-
-    def on_meta() -> Any:
-        with torch.device("meta"):
-            return build(kind)
-
     with pytest.raises(UnsupportedError, match=r"on the meta device, and quantizing needs its values"):
-        fit(Module(on_meta), strategy("disk"), tmp_path)
+        fit(Module(partial(on_meta, kind)), strategy("disk"), tmp_path)
+
+
+def packs_anew(kind: str, *, wants: bool) -> Any:
+    """Layers as bitsandbytes makes them on a CPU with AVX512-BF16, or on another one."""
+    model = build(kind)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = wants
+    return model
+
+
+@pytest.mark.parametrize("plan", ["host", "disk", "tight", "device"])
+@pytest.mark.parametrize("kind", ["nf4 double", "int8"])
+def test_an_evaluation_between_steps_changes_nothing(kind: str, plan: str, tmp_path: Path) -> None:
+    """On some CPUs bitsandbytes packs weights anew then, and loses the gradients of adapters."""
+    options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1}
+    expected = fit(Module(lambda: packs_anew(kind, wants=False)), "auto", tmp_path, **options)
+    module = Module(lambda: packs_anew(kind, wants=True))
+    assert_same(fit(module, strategy(plan), tmp_path, **options), expected)
+    assert {vars(layer).get("support_avx512bf16_for_cpu") for layer in module.model.modules()} <= {True, None}
 
 
 @pytest.mark.parametrize("plan", ["tight", "device disk"])
 def test_prepared_for_training_with_checkpointing(plan: str, tmp_path: Path) -> None:
     made = partial(build, "nf4 double", checkpointed=True)
     assert_same(fit(Module(made), strategy(plan), tmp_path), fit(Module(made), "auto", tmp_path))
+
+
+def scales_of(kind: str) -> int:
+    """Bytes of scales and code books, by bitsandbytes' own attributes."""
+    found = 0
+    for weight in (module._parameters.get("weight") for module in build(kind).modules()):
+        state = getattr(weight, "quant_state", None)
+        if state is not None:
+            nested = state.state2
+            inner = 0 if nested is None else nested.absmax.nbytes + nested.code.nbytes + state.offset.nbytes
+            found += state.absmax.nbytes + state.code.nbytes + inner
+        if isinstance(scales := getattr(weight, "SCB", None), torch.Tensor):
+            found += scales.nbytes
+    return found
+
+
+@pytest.mark.parametrize("plan", ["host", "disk"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_count_in_the_budget(plan: str, kind: str, tmp_path: Path) -> None:
+    def least(kind: str, scale_bytes: int | None = None) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if scale_bytes is not None:
+                patch.setattr(quantized, "scale_bytes", lambda _: scale_bytes)
+            return least_memory(lambda one: fit(Module(lambda: build(kind)), one, tmp_path), plan)
+
+    needed, scales = least(kind), scales_of(kind)
+    assert scales
+    assert needed - least(kind, 0) == scales
+    present: list[int] = []
+
+    class Looks(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            session = self.trainer.strategy.session  # type: ignore[attr-defined]
+            present.append(session.present_bytes)
+
+    fit(Looks(lambda: build(kind)), HeteroOffloadStrategy(plan, host_memory=needed), tmp_path, max_steps=2)
+    assert scales < max(present) <= needed
 
 
 @pytest.mark.parametrize("kind", ["nf4 double", "int8"])

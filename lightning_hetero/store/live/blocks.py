@@ -370,6 +370,7 @@ def back_to_meta(root: nn.Module, block: Block, names: Collection[str]) -> None:
 
 def _replace_everywhere(root: nn.Module, old: nn.Parameter, data: Tensor) -> nn.Parameter:
     new = nn.Parameter(data, requires_grad=old.requires_grad)
+    new.__class__ = type(old)  # such as one of bitsandbytes
     new.__dict__.update(old.__dict__)
     for owner in root.modules():
         for key, param in owner._parameters.items():
