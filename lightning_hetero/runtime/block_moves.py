@@ -13,6 +13,7 @@ from lightning_hetero.runtime.offloaded_parameter import restore
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
 from lightning_hetero.store.live.mirrors import mirror_files
+from lightning_hetero.store.live.moved_weights import bring_back_all
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native
 from lightning_hetero.units import format_bytes
@@ -67,7 +68,7 @@ def reopen(executor: Executor, part: Part, num_state: int) -> None:
             f"leaves {format_bytes(max(int(room), 0))}. Raise disk_capacity, or keep it frozen."
         )
     store.files.added_bytes += size
-    executor.residency.reclaim(part.block)
+    bring_back_all(part.block)
     executor.residency.bring(part.block)
     executor.residency.leave(part.block)
     if part.native is not None:
@@ -99,6 +100,6 @@ def open_cut_parts(executor: Executor, block: Block) -> None:
             open_native(store, part, geometry_of(part, number, num_state=0, weights=placed.weights, state=placed.state))
             store.flush(part)
     executor.residency.parameters.hide(block)
-    executor.residency.release(block)
+    executor.residency.weights.release(block)
     for part in block.parts:
         store.barrier(part)

@@ -40,6 +40,7 @@ from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.runtime.step import Schedules, Step
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.moved_weights import bring_back_all
 
 
 class Executor:
@@ -119,7 +120,10 @@ class Executor:
 
     def begin_step(self, *, training: bool) -> None:
         """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
-        shrinks = self.residency.share_memory(training=training, waits=training and self.handlers.all_wait)
+        waits = training and self.handlers.all_wait
+        shrinks = self.residency.weights.begin_batch(waits=waits)
+        if training and self.device is not None:
+            self.device.gradients.begin_batch(waits=waits)
         last, self._between = self._end_step(training=training, goes_on=not shrinks), False
         self._schedules.begin_batch(training=training)
         self._close_all(opened=last is None)
@@ -151,8 +155,9 @@ class Executor:
         """Begins the schedule of a step; ``last`` is what :meth:`_end_step` returned."""
         self._step = None
         if signature is not None:
-            schedule = self._schedules.lowered(signature, *self.residency.held(last), self.residency.weights.capacity_bytes)
-            self._step = Step(schedule, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
+            held = self.residency.held(last)
+            schedule = self._schedules.lowered(signature, *held, self.residency.weights.capacity_bytes)
+            self._step = Step(schedule, held, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
 
     def end_batch(self) -> None:
         """A batch ends."""
@@ -366,10 +371,9 @@ class Executor:
         if self.speculation.trying:
             self.speculation.keep(scale)
             if self.speculation.redoes and self._step is not None:
-                before = self._step.schedule
-                redone = replace(before.signature, updates=Updates.REDONE)
-                room, capacity_bytes = self.residency.room_before(before), self.residency.weights.capacity_bytes
-                self._step.schedule = self._schedules.lowered(redone, before.resident_before, room, capacity_bytes)
+                redone = replace(self._step.schedule.signature, updates=Updates.REDONE)
+                capacity_bytes = self.residency.weights.capacity_bytes
+                self._step.schedule = self._schedules.lowered(redone, *self._step.held, capacity_bytes)
         self.speculation.observe(self.speculation.discarded)
 
     # ---- anchors ---------------------------------------------------------------------------------
@@ -455,7 +459,7 @@ class Executor:
         self._close_all(opened=True)
         self.drain()
         for block in self.blocks:
-            self.residency.reclaim(block)
+            bring_back_all(block)
             for part in block.parts:
                 self.store.barrier(part)
         self.store.commit()
@@ -481,7 +485,7 @@ class Executor:
         for end in self.handlers.updating:
             end.handed()
         for block in self.blocks:
-            self.residency.reclaim(block)
+            bring_back_all(block)
 
         def latest(kind: OpKind, block: int) -> Event | None:
             return self.handlers.ends.get((kind, block)) or self._before.get((kind, block))
@@ -540,7 +544,7 @@ class Executor:
         self.drain()
         for block in self.blocks:
             block.uses = 0
-            self.residency.reclaim(block)
+            bring_back_all(block)
         self.heap.close()
 
     def stop(self) -> None:

@@ -155,7 +155,7 @@ class ModelSetup:
                 if used + size <= placement.cache_bytes:
                     used += size
                 else:
-                    executor.residency.release(block)
+                    executor.residency.weights.release(block)
                     for part in block.parts:
                         store.barrier(part)
         self._initializer.set_buffers()

@@ -68,9 +68,9 @@ class Watched:
         if type(self.param) is OffloadedParameter:
             set_data(self.param, value)
         else:
-            residency = self.residency
-            stays = residency.stays(self.part.block)
-            assign(self.part, self.index, value, stays=stays, is_saved=residency.copies is not None)
+            on_device = self.residency.copies is not None
+            stays = not on_device and not self.residency.is_away(self.part.block)
+            assign(self.part, self.index, value, stays=stays, is_saved=on_device)
 
 
 # By the parameter's id, the latest session last. Only the session holds its rows, and thereby the

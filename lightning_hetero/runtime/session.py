@@ -51,6 +51,7 @@ from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.loans import Loans
+from lightning_hetero.store.live.moved_weights import bring_back_all
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import format_bytes
 
@@ -162,7 +163,7 @@ class Session(Budgets):
             self.store = self._opened_store(placement, placer.chunk_bytes)
         executor = self.executor = self._executor(self.store, placement, placer.model)
         for block in self.blocks:  # of a parked session
-            executor.residency.reclaim(block)
+            bring_back_all(block)
         if parked is None or self._fits:
             self._setup.bring(self.store, executor, placement, resumed=self.steps if resume else None)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
@@ -232,7 +233,7 @@ class Session(Budgets):
         if placement.staging_bytes < store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
-            executor.residency.release(block)  # cached weights come back when they are used
+            executor.residency.weights.release(block)  # cached weights come back when they are used
         if placement.arena_bytes:
             executor.residency.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
@@ -240,7 +241,7 @@ class Session(Budgets):
             move_block(executor, block, placed, placement.geometries, self.steps.settled)
             if block.weights_on_disk:
                 executor.residency.parameters.hide(block)
-                executor.residency.release(block)
+                executor.residency.weights.release(block)
             else:
                 self._setup.restore(block)
         executor.rest()

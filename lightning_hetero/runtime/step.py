@@ -37,6 +37,7 @@ class Step:
     """One batch on its way through a schedule."""
 
     schedule: Schedule  # the verdict may change to another one that is the same until then
+    held: tuple[frozenset[int], DeviceRoom | None]  # weights in memory as it began, as ``Residency.held`` gave them
     handlers: Handlers
     lanes: Lanes
     recorder: Recorder  # is told the ops that compute waits for

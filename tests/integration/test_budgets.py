@@ -104,7 +104,7 @@ def test_before_each_forward_there_is_room_for_the_weights_that_it_fetches(tmp_p
             executor = strategy.session.executor
             away = [b for b in executor.blocks if b.weights_on_disk and b.resident][: len(expected)]
             for block in away:
-                executor.residency.release(block)
+                executor.residency.weights.release(block)
             expected.append(sum(executor.model.blocks[b.index].weight_bytes for b in away))
 
     run(Recipe(steps=3), strategy, tmp_path, callbacks=[Looks()])

@@ -58,7 +58,7 @@ class Ends(pl.Callback):
         session: Any = trainer.strategy.session
         session.drain()
         for block in session.blocks:
-            session.executor.residency.release(block)  # as if there were no memory for them
+            session.executor.residency.weights.release(block)  # as if there were no memory for them
         self.begun.forget()
         trainer.save_checkpoint(self.path)
         self.while_saving = self.begun.most

@@ -15,12 +15,12 @@ waits before it begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import READY, Ticket
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
@@ -33,7 +33,6 @@ from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
-from lightning_hetero.store.live.moved_weights import bring_back
 from lightning_hetero.store.live.tier_store import TierStore
 
 __all__ = ["HostWeights", "Parameters", "Residency"]
@@ -42,7 +41,8 @@ __all__ = ["HostWeights", "Parameters", "Residency"]
 class Residency(ABC):
     """The places of one model's weights. Only the thread that computes calls it.
 
-    Methods that only a device with memory of its own needs do nothing here.
+    Where the host and a device with memory of its own differ, a method is abstract, or does here
+    what the host needs.
     """
 
     def __init__(self, context: RunContext, casts: WeightCasts) -> None:
@@ -65,9 +65,9 @@ class Residency(ABC):
         """Whether the block's parameters are handles while it is not in use."""
         return self.is_away(block)
 
-    @abstractmethod
     def is_on_host(self, block: Block) -> bool:
         """Whether the block has host memory that is not for fetched weights only."""
+        return True
 
     # ---- a batch ---------------------------------------------------------------------------------
 
@@ -77,18 +77,6 @@ class Residency(ABC):
 
         ``last`` is the schedule of the last batch if all of its ops were submitted.
         """
-
-    def share_memory(self, *, training: bool, waits: bool) -> bool:
-        """Divides host memory between weights and gradients as a batch begins.
-
-        ``waits``: its updates wait, so that all gradients are in memory at once. Returns whether
-        there is less than before for weights that live on disk.
-        """
-        return self.weights.begin_batch(waits=waits)
-
-    def room_before(self, schedule: Schedule) -> DeviceRoom | None:
-        """Room and content of a device with memory of its own as the schedule began."""
-        return None
 
     @abstractmethod
     def begin_batch(self, *, training: bool, whole: bool) -> None:
@@ -115,41 +103,44 @@ class Residency(ABC):
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
 
-    def reclaim(self, block: Block) -> None:
-        """Copies weights back that user code has moved; see ``store.live.moved_weights``."""
-        for part in block.parts:
-            if part.moved:
-                bring_back(part)
-
-    def stays(self, block: Block) -> bool:
-        """Whether the memory that the block computes with keeps its content until backward."""
-        return False
-
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""
         self.bring(block)
 
-    @abstractmethod
     def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final, for readers from outside the schedule.
+        """Waits until the part's weights are final; parameters in memory become ordinary again.
 
+        For readers from outside the schedule only, because edges order the schedule's own ops.
         Discards a speculative update that has no verdict yet.
         """
+        self._await_write(part)
+        if not readers_of(part):
+            self.parameters.restore(part)
+
+    def _await_write(self, part: Part) -> None:
+        self._store.revoke(part)
+        if part.last_write is not None:
+            part.last_write.wait(READY)
+            part.last_write = None
+
+    @contextmanager
+    def at_hand(self, block: Block) -> Iterator[None]:
+        """An optimizer's own code may update the block in the context."""
+        self.bring(block)
+        self.open(block)
+        try:
+            yield
+        finally:
+            self.shut(block)
+
+    def bring(self, *blocks: Block, force: bool = False) -> None:
+        """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
+        self.weights.bring(*blocks, force=force)
+        for part in [part for block in blocks for part in block.parts]:
+            self.settle(part)
 
     def before_update(self, block: Block) -> None:
         """Brings weights that user code has changed to where the block's update reads them."""
-
-    @abstractmethod
-    def at_hand(self, block: Block) -> AbstractContextManager[None]:
-        """A context in which an optimizer's own code may update the block."""
-
-    @abstractmethod
-    def bring(self, *blocks: Block, force: bool = False) -> None:
-        """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
-
-    def release(self, block: Block) -> None:
-        """Gives the block's host memory back, unless it is in use; without an op."""
-        self.weights.release(block)
 
     # ---- begin and end ---------------------------------------------------------------------------
 

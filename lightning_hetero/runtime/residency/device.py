@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import DeviceMemoryError
@@ -15,10 +15,9 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency import Residency
-from lightning_hetero.runtime.residency.host import wait_written
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
-from lightning_hetero.store.live.mirrors import readers_of
+from lightning_hetero.store.live.moved_weights import bring_back_all
 
 
 class DeviceResidency(Residency):
@@ -78,16 +77,6 @@ class DeviceResidency(Residency):
             device = frozenset(b.index for b in current if self._comes_from_below(b))
         return resident, DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
 
-    def share_memory(self, *, training: bool, waits: bool) -> bool:
-        """Gradients of earlier batches may have left memory that is for weights now."""
-        if training:
-            self._side.gradients.begin_batch(waits=waits)
-        return super().share_memory(training=training, waits=waits)
-
-    def room_before(self, schedule: Schedule) -> DeviceRoom:
-        """Room and content as the schedule began."""
-        return DeviceRoom(resident=schedule.device_before, capacity_bytes=self._context.placement.device_cache_bytes)
-
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Handles become ordinary parameters as their block is used."""
         if not whole:
@@ -100,7 +89,7 @@ class DeviceResidency(Residency):
         self._in_batch = self._evaluates = False
         for block in self._blocks:
             if not block.uses and self.is_released(block):
-                self.reclaim(block)
+                bring_back_all(block)
                 self.parameters.hide(block)
 
     def unforeseen(self, block: Block) -> bool:
@@ -156,9 +145,10 @@ class DeviceResidency(Residency):
             self._bring_to_host(block)
             copies.download(block)
 
-    def at_hand(self, block: Block) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_hand(self, block: Block) -> Iterator[None]:
         """Nothing: the UPDATE is on lane ``compute``, and all of the block is on the device."""
-        return nullcontext()
+        yield
 
     def provide(self, block: Block) -> None:
         """Brings a block's newest weights to the device, now."""
@@ -182,21 +172,17 @@ class DeviceResidency(Residency):
     def _bring_to_host(self, block: Block) -> None:
         self.weights.bring(block)
         for part in block.parts:
-            wait_written(self._store, part)
+            self._await_write(part)
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now."""
         self._lanes.drain()
-        self.weights.bring(*blocks, force=force)
-        for part in [part for block in blocks for part in block.parts]:
-            self.settle(part)
+        super().bring(*blocks, force=force)
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters on the device become ordinary."""
         self._lanes.drain()
-        wait_written(self._store, part)
-        if not readers_of(part):
-            self.parameters.restore(part)
+        super().settle(part)
         copies, block = self._side.weights, part.block
         if not self.is_away(block) and copies.holds(block):
             if copies.is_outdated(block):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from lightning_hetero._native import READY
 from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency import Residency
-from lightning_hetero.store.live.blocks import Block, Part
-from lightning_hetero.store.live.mirrors import readers_of
-from lightning_hetero.store.live.tier_store import TierStore
+from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.moved_weights import bring_back_all
 
 
 class HostResidency(Residency):
@@ -25,10 +21,6 @@ class HostResidency(Residency):
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on disk."""
         return block.weights_on_disk
-
-    def is_on_host(self, block: Block) -> bool:
-        """Yes: all are."""
-        return True
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
         """The blocks in memory now, which ops change as they are submitted."""
@@ -51,7 +43,7 @@ class HostResidency(Residency):
         self._strayed = True
         self.weights.bring(block)
         self.weights.bring_next(block)
-        self._settle(block)
+        self.bring(block)
         return True
 
     def ensure(self, block: Block) -> None:
@@ -68,7 +60,7 @@ class HostResidency(Residency):
         if block.index in self.casts.blocks:
             self.casts.drop(block)
         if block.weights_on_disk:
-            self.reclaim(block)
+            bring_back_all(block)
         changed = self.parameters.changed(block)
         if block.weights_on_disk:
             for part in changed:
@@ -76,44 +68,3 @@ class HostResidency(Residency):
             self.parameters.hide(block)
         else:
             self.parameters.guard(block)
-
-    def stays(self, block: Block) -> bool:
-        """Memory stays, unless the weights live on disk."""
-        return not block.weights_on_disk
-
-    @contextmanager
-    def at_hand(self, block: Block) -> Iterator[None]:
-        """Inside, the block's weights are final, and its parameters are ordinary tensors."""
-        self.bring(block)
-        self.open(block)
-        try:
-            yield
-        finally:
-            self.shut(block)
-
-    def bring(self, *blocks: Block, force: bool = False) -> None:
-        """Brings weights into memory, now."""
-        self.weights.bring(*blocks, force=force)
-        for block in blocks:
-            self._settle(block)
-
-    def settle(self, part: Part) -> None:
-        """Waits until the part's weights are final; parameters in memory become ordinary again."""
-        wait_written(self._store, part)
-        if not readers_of(part):
-            self.parameters.restore(part)
-
-    def _settle(self, block: Block) -> None:
-        for part in block.parts:
-            self.settle(part)
-
-
-def wait_written(store: TierStore, part: Part) -> None:
-    """Waits for the part's last write, and discards a speculative update.
-
-    For readers from outside the schedule only, because edges order the schedule's own ops.
-    """
-    store.revoke(part)
-    if part.last_write is not None:
-        part.last_write.wait(READY)
-        part.last_write = None

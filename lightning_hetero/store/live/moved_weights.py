@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.store.live.blocks import Moved, Part
+from lightning_hetero.store.live.blocks import Block, Moved, Part
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.raw_memory import plain_data, set_data
 
@@ -86,6 +86,13 @@ def bring_back(part: Part) -> None:
                 if not is_seen and _holders(own) > 1:
                     torch.autograd.graph.increment_version([param])
             stay_put(part, index)
+
+
+def bring_back_all(block: Block) -> None:
+    """Does so for all parts of a block."""
+    for part in block.parts:
+        if part.moved:
+            bring_back(part)
 
 
 def find_moved(part: Part) -> None:
