@@ -73,12 +73,12 @@ class Landing:
         """
         release_pages(tensor)
 
-    def settled(self, value: Any) -> Any:
+    def with_private_copies(self, value: Any) -> Any:
         """The nested object with its filled tensors as private copies of the file's pages."""
         if isinstance(value, dict):
-            return {key: self.settled(item) for key, item in value.items()}
+            return {key: self.with_private_copies(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.settled(item) for item in value]
+            return [self.with_private_copies(item) for item in value]
         found = self._places.get(value.data_ptr()) if isinstance(value, Tensor) and value.device.type == "cpu" else None
         if found is None:
             return value

@@ -57,7 +57,7 @@ class BatchProfiler:
         kept = set() if device is not None else {p.data_ptr() for b in session.blocks if b.rest is not None for p in b.params()}
         self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type, kept=kept) if operators else None
         # If compute is a stream, the host waits for an event of it before it reads the clock.
-        self._settle: Callable[[], object] = float if device is None else lanes.catch_up
+        self._catch_up: Callable[[], object] = float if device is None else lanes.catch_up
         apart = device is not None and device_type != "cpu"
         self._heap_bytes: Callable[[], int] = lanes.allocated_bytes if apart else heap_meter()
         self._peak_bytes: Callable[[], int] = lanes.take_peak_bytes if apart else int
@@ -81,7 +81,7 @@ class BatchProfiler:
         casts.on_made, casts.on_saved = self.set_aside, self.leaves
         if self._executor.handlers.activations is not None:
             self._executor.handlers.activations.watcher = self
-        self._session.recorder.settle = self._settle
+        self._session.recorder.catch_up = self._catch_up
         if self._recorder is not None:
             for block in self._session.blocks:
                 for param in block.params():
@@ -113,7 +113,7 @@ class BatchProfiler:
         self._executor.residency.casts.on_made = self._executor.residency.casts.on_saved = None
         if self._executor.handlers.activations is not None:
             self._executor.handlers.activations.watcher = None
-        self._session.recorder.settle = float
+        self._session.recorder.catch_up = float
         for handle in self._handles:
             handle.remove()
         recorder, saved = self._recorder, self._saved
@@ -178,7 +178,7 @@ class BatchProfiler:
         self._last = self._mark()
 
     def _now(self) -> float:
-        self._settle()
+        self._catch_up()
         return now_s() - self._waited_s() - self._looking_s
 
     def _waited_s(self) -> float:

@@ -24,7 +24,7 @@ def move_block(
     block: Block,
     placed: BlockPlan,
     geometries: Mapping[Part, PartGeometry],
-    settle: Callable[[Part], list[NativePart]],
+    arrived: Callable[[Part], list[NativePart]],
 ) -> None:
     """Moves a block's weights and state to the tiers of its new plan, while the executor rests."""
     before = block.plan
@@ -36,7 +36,7 @@ def move_block(
     if not (same_weights and same_state):
         executor.residency.bring(block, force=True)
         for part in block.parts:
-            move(executor.store, part, geometries.get(part), settle)
+            move(executor.store, part, geometries.get(part), arrived)
     block.plan = placed
     if not same_state:
         for part in block.parts:

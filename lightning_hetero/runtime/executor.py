@@ -520,7 +520,7 @@ class Executor:
         """Changes to another plan, at rest. On host and disk the blocks are in place."""
         self.context = context
         self.residency.install(context)
-        self._schedules.adopt(self.plan, context.model)
+        self._schedules.install(self.plan, context.model)
         self.speculation.enabled = context.placement.rules.speculates
         self.speculation.worth.forget()
         self._forget_ops()
@@ -531,7 +531,7 @@ class Executor:
         """Parameters have joined an optimizer: updates their blocks from the next step on."""
         self.context = replace(self.context, model=model)
         self.residency.install(self.context)
-        self._schedules.adopt(self.plan, model)
+        self._schedules.install(self.plan, model)
 
     def finish(self) -> None:
         """Ends training, after an error too: leaves nothing half open."""

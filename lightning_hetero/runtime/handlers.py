@@ -103,7 +103,7 @@ class Handlers:
 
     def look_at_updates(self) -> None:
         """Forgets updates that have ended."""
-        self.updating = [end for end in self.updating if not end.settled()]
+        self.updating = [end for end in self.updating if not end.ended()]
 
     def forget(self) -> None:
         """Forgets all ops: nothing is under way."""

@@ -189,7 +189,7 @@ class KeptSteps:
     def _entry(self, part: Part) -> str:
         return entry_of(part, self._open.blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
 
-    def settled(self, part: Part) -> list[NativePart]:
+    def arrived(self, part: Part) -> list[NativePart]:
         """The part is in place: records it. Returns mirrors to close after the next record."""
         if self._opened is None:
             return []
@@ -214,7 +214,7 @@ class KeptSteps:
             return
         with self._open.store.unrecorded.moving():
             for part in self._parts:
-                self._retired += self.settled(part)
+                self._retired += self.arrived(part)
         self._open.store.unrecorded.changed = False
         changing = [part for part in self._parts if part.slots > 1]
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in changing)

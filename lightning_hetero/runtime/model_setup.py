@@ -146,7 +146,7 @@ class ModelSetup:
             for part in block.parts:
                 if resumed is not None:
                     resumed.adopt(part)
-                    move(store, part, placement.geometries.get(part), resumed.settled)
+                    move(store, part, placement.geometries.get(part), resumed.arrived)
                 else:
                     _open(store, part, placement.geometries.get(part), is_read=is_read)
             if block.weights_on_disk:

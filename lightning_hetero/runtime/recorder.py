@@ -72,7 +72,7 @@ class Recorder:
     now: Callable[[str], Moment] = host_moment  # gives the moment that compute has come to; takes a name for profilers
     # Called before a wait. There a profiler lets compute catch up with the host, so that this time
     # is not part of the wait.
-    settle: Callable[[], object] = float
+    catch_up: Callable[[], object] = float
     needs: tuple[str, ...] = ()  # the names of the ops that compute waits for now
     _blocks: tuple[str, ...] = ()
     _spans: list[Span] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Recorder:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Records the time that compute spends in the runtime at an anchor as a wait."""
-        self.settle()
+        self.catch_up()
         start_s = now_s()
         begin = self.now("") if self.enabled else None
         try:
@@ -191,7 +191,7 @@ class Recorder:
         if op.queued is not None:
             lane_times = op.queued.times()
             if lane_times is None:
-                return op.queued.settled() and op.queued.error is not None
+                return op.queued.ended() and op.queued.error is not None
             tickets, since_s, num_bytes = op.queued.tickets, lane_times[0], op.queued.op.num_bytes
         times = [ticket.times() for ticket in tickets if isinstance(ticket, _Timed)]
         if not all(t.done_ns for t in times):

@@ -238,7 +238,7 @@ class Session(Budgets):
             executor.residency.set_aside(placement.arena_bytes)
         moves = list(zip(self.blocks, placement.plan.blocks, strict=True))
         for block, placed in sorted(moves, key=lambda m: growth(m[0], m[1], placer.model)):  # moves that free memory go first
-            move_block(executor, block, placed, placement.geometries, self.steps.settled)
+            move_block(executor, block, placed, placement.geometries, self.steps.arrived)
             if block.weights_on_disk:
                 executor.residency.parameters.hide(block)
                 executor.residency.weights.release(block)

@@ -126,9 +126,9 @@ class Schedules:
         self.seen: list[int] = []  # the blocks that the batch under way has used
         self.training = False  # whether it trains
         self._orders = dict.fromkeys((True, False), tuple(range(len(model.blocks))))
-        self.adopt(plan, model)
+        self.install(plan, model)
 
-    def adopt(self, plan: Plan, model: ModelShape) -> None:
+    def install(self, plan: Plan, model: ModelShape) -> None:
         """Changes to another plan. The orders that were seen stay."""
         self._plan, self._model = plan, model
         self._lowered: dict[tuple[StepSignature, frozenset[int], DeviceRoom | None, int], Schedule] = {}

@@ -167,9 +167,9 @@ def _checked_op(checker: Checker) -> type[QueuedOp]:
                     self._passed.join(checker.tickets[ticket][what])
             return checker.learns(self._done_by, self._handed) and checker.learns_all(self._passed.clock)
 
-        def settled(self) -> bool:
+        def ended(self) -> bool:
             with checker.only_looking():
-                found = super().settled()
+                found = super().ended()
             if found:  # nobody waits for it any more: `drain` leaves it out
                 checker.settled.join(self._handed)
                 checker.settled.join(self._passed.clock)

@@ -87,7 +87,7 @@ class World:
             if plan.weights is Tier.DEVICE:
                 weights.bind_resident(block, host_copy=plan.update is UpdateLane.CPU)
             else:
-                weights.adopt(block)
+                weights.prepare(block)
             for part in block.parts:
                 if plan.update is UpdateLane.DEVICE:
                     (side.updates.keep if plan.state is Tier.DEVICE else side.updates.borrow)(part)

@@ -224,7 +224,7 @@ class _EveryRank(_StrategyBase):
             _restore(self, loaded.state)
             self._restore_random()
             return checkpoint
-        state = loaded.state if landing is None else landing.settled(loaded.state)
+        state = loaded.state if landing is None else landing.with_private_copies(loaded.state)
         checkpoint["state_dict"] = state["state_dict"]
         optimizers = [key for key in state if key.startswith("optimizer_")]
         if optimizers:

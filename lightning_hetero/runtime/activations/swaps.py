@@ -63,7 +63,7 @@ class Swapper:
         with self._lock:
             self._afterwards.append((event, action))
 
-    def settle(self) -> None:
+    def call_due(self) -> None:
         """Calls the functions of :meth:`afterwards` whose events have passed. Thread-safe."""
         with self._lock:
             rows = [(_passed(event), event, action) for event, action in self._afterwards]
@@ -78,7 +78,7 @@ class Swapper:
 
     def sweep(self, waited: Sequence[Event] = ()) -> None:
         """Releases memory of storages that have left the device; compute ``waited`` for some."""
-        self.settle()
+        self.call_due()
         still = []
         for ref in self._leaving:
             swap = ref()
@@ -88,13 +88,13 @@ class Swapper:
 
     def trim(self) -> None:
         """A batch has ended: ends buffers and files that are no longer of use."""
-        self.settle()
+        self.call_due()
         self.buffers.trim()
         self.files.trim()
 
     def close(self) -> None:
         """Ends all buffers and files that are free; the lanes are at rest."""
-        self.settle()
+        self.call_due()
         self.buffers.close()
         self.files.close()
 
@@ -102,7 +102,7 @@ class Swapper:
         """Host memory for a hop, in the thread of its lane."""
         if not num_bytes:
             return _NOTHING
-        self.settle()  # memory of earlier hops may be free now
+        self.call_due()  # memory of earlier hops may be free now
         lease = self.buffers.lend(num_bytes)
         if self.poison:
             lease.value.fill_(POISON)

@@ -54,7 +54,7 @@ class DeviceWeights:
 
     # ---- a session's begin and end ---------------------------------------------------------------
 
-    def adopt(self, block: Block) -> None:
+    def prepare(self, block: Block) -> None:
         """The block's weights live below the device: :meth:`bind` gives its parameters content."""
         memory = self._lanes.memory()
         for part in block.parts:
@@ -82,7 +82,7 @@ class DeviceWeights:
                 part.arena.drop()
 
     def withdraw(self, block: Block) -> None:
-        """Undoes :meth:`adopt` and :meth:`bind_resident`: parameters are views of host memory.
+        """Undoes :meth:`prepare` and :meth:`bind_resident`: parameters are views of host memory.
 
         It has the newest weights. Nothing of the block is under way. Weights on disk stay there.
         """

@@ -89,7 +89,7 @@ class OpEvent(Event, Protocol):
     def handed(self) -> None:
         """Blocks the calling host thread until ``run`` has returned. Raises the op's error."""
 
-    def settled(self) -> bool:
+    def ended(self) -> bool:
         """Whether it has ended or failed; never waits, and does not raise the op's error."""
 
     def times(self) -> tuple[float, float] | None:

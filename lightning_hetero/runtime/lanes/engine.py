@@ -73,7 +73,7 @@ class EngineOp:
             raise self.error
         return all([ticket.poll() >= self._passed_at for ticket in self.tickets])  # noqa: C419  # one call, not one each
 
-    def settled(self) -> bool:
+    def ended(self) -> bool:
         """Whether the op has ended or failed; raises the error of a ticket."""
         return self.error is not None or self.done()
 
@@ -115,7 +115,7 @@ class EngineLanes(InlineLanes):
         end.after = ()  # it may lead to the ops of all steps before
         self._ops.append(end)
         if len(self._ops) > _FORGET:
-            self._ops = [one for one in self._ops if not one.settled()]
+            self._ops = [one for one in self._ops if not one.ended()]
         return end
 
     def drain(self) -> None:

@@ -112,7 +112,7 @@ class QueuedOp:
         self.keep.clear()
         return True
 
-    def settled(self) -> bool:
+    def ended(self) -> bool:
         """Whether the op has ended or failed; raises nothing of the op."""
         try:
             return self.done()
@@ -123,7 +123,7 @@ class QueuedOp:
 
     def times(self) -> tuple[float, float] | None:
         """When the op started and ended."""
-        if not self.settled() or self.error is not None:
+        if not self.ended() or self.error is not None:
             return None
         if self.moment is not None:
             return None if self.stream_times is None else self.stream_times()

@@ -121,7 +121,7 @@ class Lanes:
             queued.is_observed = True
             self.observer(queued)
         for _ in range(_TIDY):
-            if not self._submitted or not self._submitted[0].settled():
+            if not self._submitted or not self._submitted[0].ended():
                 break
             self._submitted.popleft()
         with self._lock:

@@ -207,7 +207,7 @@ class DeviceResidency(Residency):
                 continue
             self._inside.add(block.index)
             if self.is_away(block):
-                self._side.weights.adopt(block)
+                self._side.weights.prepare(block)
             else:
                 self._side.weights.bind_resident(block, host_copy=self._comes_from_below(block))
             if self.is_released(block):

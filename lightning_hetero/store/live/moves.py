@@ -23,7 +23,7 @@ _IN_TRANSIT_BYTES = 256 * MIB
 
 
 def move(
-    store: TierStore, part: Part, geometry: PartGeometry | None, settle: Callable[[Part], list[NativePart]] = lambda _: []
+    store: TierStore, part: Part, geometry: PartGeometry | None, arrived: Callable[[Part], list[NativePart]] = lambda _: []
 ) -> None:
     """Brings weights and state to where ``geometry`` has them; its ``id`` does not count.
 
@@ -35,7 +35,7 @@ def move(
         store: The tiers, with a directory if ``geometry`` has a section in a file.
         part: The part.
         geometry: The new one; ``None``: the engine has nothing to do with the part any more.
-        settle: Called once the part is whole in its new place, before that is committed; returns
+        arrived: Called once the part is whole in its new place, before that is committed; returns
             blocks to close after it.
 
     Raises:
@@ -46,7 +46,7 @@ def move(
     with store.unrecorded.moving():
         old = _exchange(store, part, geometry)
         store.barrier(part)
-        gone = [n for n in (*settle(part), old) if n is not None]  # mirrors lie over the old memory
+        gone = [n for n in (*arrived(part), old) if n is not None]  # mirrors lie over the old memory
         for native in gone:
             native.retire()
         store.commit()
