@@ -12,10 +12,10 @@ from lightning_hetero import EmulatedDevice
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Tier
+from lightning_hetero.planning.machine_profile import emulated
 from lightning_hetero.profiling.presets import model as preset_model
 from lightning_hetero.profiling.presets import paper_machine
 from lightning_hetero.profiling.presets.transformers import Gpt, profile
-from lightning_hetero.strategies.machine_profile import emulated
 from lightning_hetero.units import GIB
 
 SEQUENCE = 1024  # of the papers' models

@@ -61,9 +61,9 @@ from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
+from lightning_hetero.planning.autoplan import Stage
 from lightning_hetero.profiling import hardware
 from lightning_hetero.profiling.machine import MeasuredMachine
-from lightning_hetero.strategies.autoplan import Stage
 
 MODELS = {
     "wide": (Size(layers=6, width=1024, heads=16, vocabulary=16384), 1, 128),

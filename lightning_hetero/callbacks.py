@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
+from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
 from lightning_hetero.units import format_bytes
 

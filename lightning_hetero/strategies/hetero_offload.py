@@ -9,15 +9,15 @@ from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.planning.autoplan import Autoplan
+from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies import option_checks as checked
-from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
-from lightning_hetero.strategies.machine_profile import Machine
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading

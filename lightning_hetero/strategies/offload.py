@@ -19,6 +19,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
+from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime import early_state, quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -28,7 +29,6 @@ from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.store.format.manifest import alignment_in
-from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges, kept_scales

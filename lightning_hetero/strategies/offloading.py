@@ -17,10 +17,10 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.stalls import describe, stalls
 from lightning_hetero.ir.trace import Trace
+from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.profiling.memory import OperatorMeasure
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.resume import State

@@ -17,9 +17,9 @@ from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.units import format_bytes
 
 REPLAN_DRIFT = 0.5  # the default

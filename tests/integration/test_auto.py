@@ -28,10 +28,11 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.evaluation import evaluated
+from lightning_hetero.planning import autoplan, machine_profile
+from lightning_hetero.planning.machine_profile import ENVIRONMENT
 from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.process_memory import Heap
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan, machine_profile
-from lightning_hetero.strategies.machine_profile import ENVIRONMENT
+from lightning_hetero.strategies import HeteroOffloadStrategy
 
 DEEP = Shape(layers=24)
 PLANNERS = ["auto", "lohan", "autohete", "protrain", "deep_optimizer_states", "zero_offload", "zero_infinity"]

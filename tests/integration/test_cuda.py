@@ -22,15 +22,15 @@ from torchmetrics import MeanMetric
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.planning.autoplan import Autoplan
+from lightning_hetero.planning.machine_profile import ENVIRONMENT
 from lightning_hetero.profiling import hardware, presets
 from lightning_hetero.runtime.device import DeviceWeights, gradients
 from lightning_hetero.runtime.lanes import stream_device
 from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
-from lightning_hetero.strategies.autoplan import Autoplan
 from lightning_hetero.strategies.devices import move_rest
-from lightning_hetero.strategies.machine_profile import ENVIRONMENT
 from lightning_hetero.strategies.verification import Verifier
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)

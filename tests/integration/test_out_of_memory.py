@@ -38,11 +38,11 @@ from torch import Tensor
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.plan import Plan, Saved
+from lightning_hetero.planning.fit_planning import FitPlanning
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy, step_retry
-from lightning_hetero.strategies.planning import FitPlanning
 
 ON_GPU = {"accelerator": StandIn(), "devices": 1}
 SHAPE = Shape(layers=6, dropout=0.2, counting=False)

@@ -19,10 +19,11 @@ from torch import Tensor
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Phase
+from lightning_hetero.planning import autoplan
 from lightning_hetero.profiling.memory import measures
 from lightning_hetero.profiling.model import BatchProfiler
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.strategies import HeteroOffloadStrategy, autoplan
+from lightning_hetero.strategies import HeteroOffloadStrategy
 
 RECIPES = {
     "plain": Recipe(),

@@ -21,11 +21,11 @@ from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Prediction, Saved
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
+from lightning_hetero.planning.autoplan import BatchSize, Stage
 from lightning_hetero.profiling import operators
 from lightning_hetero.profiling.model import check_activations
 from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from lightning_hetero.strategies.autoplan import BatchSize, Stage
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)
 BYTES = ("activation_bytes", "boundary_bytes", "transient_bytes", "operators", "forward_flop")

@@ -29,11 +29,11 @@ from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lowering import CacheSizes
+from lightning_hetero.planning.machine_profile import emulated
 from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from lightning_hetero.strategies.machine_profile import emulated
 
 MIRROR_PAGES = 16 * 4096
 FIRST = 2  # the first steps learn in which order blocks are used, and warm the cache

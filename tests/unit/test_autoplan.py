@@ -18,10 +18,10 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction
 from lightning_hetero.planners import BUILTIN_PLANS
+from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
+from lightning_hetero.planning.fit_planning import FitPlanning, scaled
+from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.strategies.autoplan import Autoplan, BatchSize, Stage
-from lightning_hetero.strategies.machine_profile import Machine
-from lightning_hetero.strategies.planning import FitPlanning, scaled
 
 GIB = 2**30
 PROFILED = [Stage.RECORD, Stage.TIME, Stage.TIME, Stage.TIME]
@@ -82,7 +82,7 @@ class Driver:
         monkeypatch.setattr(FitPlanning, "iteration_s", lambda *a, **k: self.again_s)
         monkeypatch.setattr(self.auto, "_profile", lambda session: SimpleNamespace(tokens=self.tokens))
         profiler = SimpleNamespace(start=lambda: None, stop=lambda: object())
-        monkeypatch.setattr("lightning_hetero.strategies.autoplan.BatchProfiler", lambda *a, **k: profiler)
+        monkeypatch.setattr("lightning_hetero.planning.autoplan.BatchProfiler", lambda *a, **k: profiler)
         self.tokens = 100
 
     def hardware(self, session: Any, **how: bool) -> HardwareProfile:

@@ -20,9 +20,9 @@ from lightning_hetero import _native
 from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.planning.machine_profile import emulated as emulated_machine
 from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
 from lightning_hetero.runtime.lanes.memory import DeviceArena
-from lightning_hetero.strategies.machine_profile import emulated as emulated_machine
 
 HOST = torch.device("cpu")
 

@@ -31,13 +31,13 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.baselines import check_machine
 from lightning_hetero.planners.evaluation import speculation
+from lightning_hetero.planning.fit_planning import FitPlanning, scaled
+from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.capacity import heap_size, resident_bytes
-from lightning_hetero.strategies.machine_profile import Machine
-from lightning_hetero.strategies.planning import FitPlanning, scaled
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches: the fewest whose median ignores one outlier
