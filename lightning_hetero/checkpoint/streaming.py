@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, begin_contents
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, begin_contents
 
 _PICKLE_PROTOCOL = 2  # torch.serialization.DEFAULT_PROTOCOL, which weights_only=True reads
 _MADV_DONTNEED = 4

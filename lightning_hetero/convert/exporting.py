@@ -22,8 +22,8 @@ from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.merging import Adapter, merged, merged_layers, of_folder, of_model, of_store
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError, UnsupportedError
-from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_weights

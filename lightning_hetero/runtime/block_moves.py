@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lightning_hetero._native import NativePart, PartGeometry, file_bytes
 from lightning_hetero.errors import OutOfDiskError
+from lightning_hetero.handles.offloaded_parameter import restore
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.offloaded_parameter import restore
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import geometry_of
 from lightning_hetero.store.live.mirrors import mirror_files

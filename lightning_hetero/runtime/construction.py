@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.runtime.offloaded_parameter import METADATA
+from lightning_hetero.handles.offloaded_parameter import METADATA
 from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.untyped import Function, Options, Value, Values

@@ -8,7 +8,7 @@ modules with ``_init_weights``. Before that, tensors hold NaN (integers their sm
 
 A block that is whole in files is only read. If files lack something, a module's
 ``reset_parameters`` may set other tensors as well, even in other blocks. So blocks that are in
-files in part are read last, through ``runtime.offloaded_parameter``.
+files in part are read last, through ``handles.offloaded_parameter``.
 
 [Note: Adapters on the meta device]
 A PEFT layer has a child ``base_layer`` and adapters beside it, which it initializes itself: LoRA's

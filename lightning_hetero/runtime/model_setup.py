@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_hetero._native import PartGeometry
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime import quantizing
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction, params_of
 from lightning_hetero.runtime.kept_steps import KeptSteps
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, parts_of, split

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.optim.adam import MASTERED
+from lightning_hetero.optim.early_state import fill, is_early, is_filled, without_early
 from lightning_hetero.optim.subclasses import mapped, outlines, plain_tensors, put_together
-from lightning_hetero.runtime.early_state import fill, is_early, is_filled, without_early
 from lightning_hetero.runtime.method_patches import Patches
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import StateSource, take_all, write_state
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.tier_store import TierStore

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.mirrors import readers_of

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.runtime.activations import foreign
-from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.raw_memory import memory_of
 from lightning_hetero.untyped import Function, Value
 

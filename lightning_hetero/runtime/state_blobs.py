@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_hetero._native import U8, Arena, NativePart, PartGeometry
 from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.optim import blockwise
+from lightning_hetero.optim.early_state import is_early
 from lightning_hetero.optim.subclasses import check_plain, leaves, mapped
-from lightning_hetero.runtime.early_state import is_early
-from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import BlobSource
 from lightning_hetero.store.format.record import BlobEntry, BlobRow
 from lightning_hetero.store.live.blocks import Part

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError, StoreError
+from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
+from lightning_hetero.optim.early_state import is_filled
 from lightning_hetero.optim.subclasses import mapped
-from lightning_hetero.runtime.early_state import is_filled
-from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.tensor_sources import BlobSource, FileRun, StateSource, WeightSource
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.snapshots import snapshot

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import U8, InPlacePart
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, with_strides
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.device.weights import DeviceWeights
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, with_strides
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS, versions, weights_on_file
 from lightning_hetero.store.live.mirrors import writes_of

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.convert.importing import adapter_names
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime import quantized
-from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Part, parts_of

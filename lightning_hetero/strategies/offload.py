@@ -19,8 +19,9 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
+from lightning_hetero.optim import early_state
 from lightning_hetero.planning.autoplan import Autoplan
-from lightning_hetero.runtime import early_state, quantized, quantizing
+from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.stream_device import StreamDevice

@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetero._native import Store
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format import record, stored_model, value_shapes
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.holders import wait_for_files

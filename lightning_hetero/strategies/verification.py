@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
+from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.optim import adam
 from lightning_hetero.optim.combined import held
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
 from lightning_hetero.units import format_bytes

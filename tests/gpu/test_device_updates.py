@@ -11,11 +11,11 @@ from support.device import World, give_gradients, run, world
 from support.update_bounds import excess, step_of
 from torch import Tensor, nn
 
+from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.runtime.lanes import Lanes
-from lightning_hetero.runtime.offloaded_parameter import materialize
 from lightning_hetero.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
@@ -195,7 +195,7 @@ def test_micro_batches_add_up_as_on_the_device(lanes: Lanes) -> None:
 
 
 def test_handles_compute_on_the_device(lanes: Lanes) -> None:
-    from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+    from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
     from lightning_hetero.runtime.tensor_sources import WeightSource
 
     root = make_net(torch.float32)

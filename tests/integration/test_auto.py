@@ -24,13 +24,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import planners
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planning import autoplan, machine_profile
 from lightning_hetero.planning.machine_profile import ENVIRONMENT
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

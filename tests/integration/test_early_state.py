@@ -20,7 +20,7 @@ from support.strategies import on_device
 from torch import Tensor
 
 from lightning_hetero.convert.safetensors import TensorToWrite, write_directory
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 ADAGRAD = partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.1)

@@ -17,7 +17,7 @@ from support.strategies import assert_same_as_plain, least_memory, make_strategy
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError, OffloadedAccessError
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]

@@ -16,8 +16,8 @@ from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, 
 from torch.utils._pytree import tree_map
 
 from lightning_hetero.errors import ConfigError, OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

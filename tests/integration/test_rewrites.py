@@ -19,7 +19,7 @@ from support.twofold import train_twofold
 from torch import Tensor
 
 from lightning_hetero._native import F32, U8, Arena, Engine, NativePart, PartGeometry
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.strategies import HeteroOffloadStrategy

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime import offloaded_parameter
-from lightning_hetero.runtime.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles import offloaded_parameter
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 
 
 class FakeRecord:

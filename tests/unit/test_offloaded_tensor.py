@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime.offloaded_parameter import ParameterState, materialize, offload
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, keep_content
+from lightning_hetero.handles.offloaded_parameter import ParameterState, materialize, offload
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, keep_content
 
 
 def lazy(content: Tensor) -> tuple[OffloadedTensor, CountingSource]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import StreamingIO, load, release_pages, save
-from lightning_hetero.runtime.offloaded_parameter import ParameterState, offload
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_parameter import ParameterState, offload
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 
 
 class MeteredSource:

@@ -126,7 +126,7 @@ class TieredCheckpoints:
             rest: Other objects; rank 0's counts.
             own: An object that only this rank needs.
             done: Called after the last read, in any case. With it the state is not copied and must
-                not change; its tensors may be handles (``runtime.offloaded_tensor``), which are
+                not change; its tensors may be handles (``handles.offloaded_tensor``), which are
                 read one by one.
 
         Raises:

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, contents_of
 from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
 from lightning_hetero.parallel.recovery.tiers import CheckpointTier
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, contents_of
 from lightning_hetero.units import KIB, MIB
 
 REMOTE = "remote"
@@ -91,7 +91,7 @@ def own_name(rank: int) -> str:
 class LayerPlanner(DefaultSavePlanner):
     """Keeps every rank's whole plan: replicas are wanted, and the writer chooses among them.
 
-    Handles (``runtime.offloaded_tensor``) are planned by shape and read when they are written.
+    Handles (``handles.offloaded_tensor``) are planned by shape and read when they are written.
     """
 
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:

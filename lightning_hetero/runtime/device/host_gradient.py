@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.untyped import Operator, Options, Value, Values
 
@@ -49,7 +49,7 @@ class Held:
 
 
 class GradientSource:
-    """A held gradient as a handle reads and writes it (``runtime.offloaded_tensor.Source``)."""
+    """A held gradient as a handle reads and writes it (``handles.offloaded_tensor.Source``)."""
 
     def __init__(self, held: Held, wait: Callable[[Block], None]) -> None:
         self.held, self._wait = held, wait

@@ -1,6 +1,6 @@
 """Where a model's weights are: on the host alone, or also on a device with memory of its own.
 
-Parameters are ordinary tensors, or handles (``runtime.offloaded_parameter``).
+Parameters are ordinary tensors, or handles (``handles.offloaded_parameter``).
 
 [Note: Memory that is being written to the disk]
 The end of a step that is kept writes weights to the disk from their memory, while the next batch
@@ -21,13 +21,13 @@ from contextlib import contextmanager
 from torch import nn
 
 from lightning_hetero._native import READY, Ticket
+from lightning_hetero.handles.offloaded_parameter import ParameterState, offload, restore
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.runtime.lanes import Event
-from lightning_hetero.runtime.offloaded_parameter import ParameterState, offload, restore
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
@@ -182,7 +182,7 @@ class Residency(ABC):
 
 
 class Access:
-    """What the handle of one parameter knows (``runtime.offloaded_parameter.Record``)."""
+    """What the handle of one parameter knows (``handles.offloaded_parameter.Record``)."""
 
     __slots__ = ("_index", "_parameters", "_part")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetero.runtime.offloaded_parameter import materialize
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.untyped import Function, Options, Value, Values
 
 _FILLS = (torch.zeros_like, torch.ones_like, torch.full_like)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
-from lightning_hetero.runtime.offloaded_tensor import OffloadedTensor, Source, contents_of, keep_content
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, Source, contents_of, keep_content
 from lightning_hetero.untyped import Function, Options, Value, Values
 
 

@@ -1,0 +1,1 @@
+"""Handles: tensors and parameters without bytes, which read and write their content where it is."""
