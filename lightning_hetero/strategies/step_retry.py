@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners.demotion import demotions
+from lightning_hetero.runtime.activations.buffers import Buffers, FoundBuffers
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.memory import is_out_of_memory
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.strategies.batch_state import ChangingBuffers, MetricStates
+from lightning_hetero.strategies.batch_state import MetricStates
 from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.units import MIB
@@ -78,16 +79,19 @@ class _State:
     """Buffers and metrics as they are before something that may be repeated."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._buffers, self._metrics = ChangingBuffers(root), MetricStates(root)
+        self._buffers, self._metrics = Buffers("the model", root), MetricStates(root)
+        self._found: FoundBuffers | None = None
 
     def remember(self) -> None:
         """It begins."""
-        self._buffers.remember()
+        if self._found is not None:
+            self._found.learn()
+        self._found = self._buffers.now()
         self._metrics.remember()
 
     def restore(self) -> bool:
         """It will begin again; false if a buffer cannot be restored."""
-        if not self._buffers.restore():
+        if self._found is not None and not self._found.restore():
             return False
         self._metrics.restore()
         return True

@@ -40,10 +40,11 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.runtime.activations.autocast import WeightCasts
+from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
-from lightning_hetero.runtime.activations.recompute import Buffers, Rerun, itself
+from lightning_hetero.runtime.activations.recompute import Rerun, itself
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in

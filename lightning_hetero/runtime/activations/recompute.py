@@ -17,17 +17,17 @@ and change from release to release.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.operators import ForwardRecord, RandomState, Spare
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError, Packed, SavedTensor, maker_of
 
@@ -166,100 +166,6 @@ class _Collector:
             f"{self._name} was recomputed and did something else than in forward: {what}. Recomputation needs a forward that "
             f"repeats itself, and blocks that are compiled one by one, if at all. Else give the block saved='keep' or a swap."
         )
-
-
-class Buffers:
-    """The buffers of a block, as its forwards change them.
-
-    A recomputation finds them as its forward did, and its own changes are thrown away: every
-    forward counts once. The first forward shows by version counters which buffers change in place.
-    From then on only those are copied, and the running statistics of normalization, whose version
-    counters do not count.
-    """
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.changing = name, set[str]()
-        self._module, self._known = module, False
-
-    def now(self) -> FoundBuffers:
-        """The buffers as a forward that begins now finds them."""
-        rows = [
-            _Found(owner, key, f"{prefix}.{key}".lstrip("."), buffer)
-            for prefix, owner in self._module.named_modules()
-            for key, buffer in owner._buffers.items()
-        ]
-        for row in rows:
-            owner = row.owner
-            if row.buffer is not None:
-                row.is_written = isinstance(owner, _NormBase) and owner.training and owner.track_running_stats
-                if row.is_written or not self._known or row.name in self.changing:
-                    row.content = row.buffer.detach().clone()
-        self._known = True
-        return FoundBuffers(self, rows)
-
-
-@dataclass(slots=True)
-class _Found:
-    owner: nn.Module
-    key: str  # its name there
-    name: str
-    buffer: Tensor | None  # ``None`` if the module has none yet
-    content: Tensor | None = None
-    version: int = field(init=False)
-    is_written: bool = False  # it is changed in place
-
-    def __post_init__(self) -> None:
-        self.version = 0 if self.buffer is None else self.buffer._version
-
-
-class FoundBuffers:
-    """The buffers of a block as one forward has found them."""
-
-    def __init__(self, buffers: Buffers, rows: list[_Found]) -> None:
-        self._buffers, self._rows = buffers, rows
-
-    def copies(self) -> list[torch.UntypedStorage]:
-        """The storages of the copies."""
-        return [row.content.untyped_storage() for row in self._rows if row.content is not None]
-
-    def forget(self) -> None:
-        """No recomputation needs them any more."""
-        self._rows.clear()
-
-    def forward_ended(self) -> None:
-        """Keeps the buffers that forward has changed.
-
-        Raises:
-            UnsupportedError: It has changed a buffer in place that no forward had changed before,
-                so that there is no copy.
-        """
-        for row in self._rows:
-            row.is_written |= row.buffer is not None and row.buffer._version != row.version
-        self._rows = [row for row in self._rows if row.is_written or row.owner._buffers.get(row.key) is not row.buffer]
-        for row in self._rows:
-            if not row.is_written:
-                row.content = row.buffer  # the forward has put another buffer in its place
-                continue
-            self._buffers.changing.add(row.name)
-            if row.content is None:
-                raise UnsupportedError(
-                    f"{self._buffers.name} changes its buffer {row.name!r} in forward, as its first forward did not, so it cannot "
-                    f"be recomputed: the content of the buffer is lost. Give the block saved='keep' or a swap in the plan."
-                )
-
-    @contextmanager
-    def as_they_were(self) -> Iterator[None]:
-        """Inside, the block's buffers have the content that the forward found."""
-        known: dict[int, Tensor] = {}  # several modules may share one buffer
-        after = [(row, row.owner._buffers.get(row.key)) for row in self._rows]
-        for row in self._rows:
-            content = row.content
-            row.owner._buffers[row.key] = None if content is None else known.setdefault(id(row.buffer), content)
-        try:
-            yield
-        finally:
-            for row, buffer in after:
-                row.owner._buffers[row.key] = buffer
 
 
 def _autocast_now(device_type: str) -> torch.autocast:
