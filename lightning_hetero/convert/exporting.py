@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.convert.merging import Adapter, merged, merged_layers, of_folder, of_model, of_store
+from lightning_hetero.convert.merging import Adapter, merged, merged_layers, of_folder, of_model, of_store, wrapped_models
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.handles.offloaded_parameter import materialize
@@ -74,7 +74,7 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     path = Place.of(destination)
-    adapter = None if merge is False else _adapter(source, merge)
+    adapter = None if merge is False else _adapter(source, module, merge)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
@@ -143,16 +143,18 @@ def _says_ties(source: nn.Module | str | os.PathLike[str]) -> bool:
         return b'"tie_word_embeddings": false' in file.read()
 
 
-def _adapter(source: nn.Module | str | os.PathLike[str], merge: str | os.PathLike[str] | bool) -> Adapter:
-    if isinstance(source, nn.Module) and not isinstance(merge, bool) and merged_layers(source):
+def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str | os.PathLike[str] | bool) -> Adapter:
+    models = wrapped_models(source, module).values() if isinstance(source, nn.Module) else ()
+    done = {name for model in models for name in merged_layers(model)}
+    if done and not isinstance(merge, bool):
         raise UnsupportedError(
-            f"the layers of the model have the adapter {', '.join(map(repr, sorted(merged_layers(source))))} merged. Call its "
-            f"unmerge_adapter() first, or pass merge=True."
+            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged. Call its unmerge_adapter() "
+            f"first, or pass merge=True."
         )
     if not isinstance(merge, bool):
         where = merge
     elif isinstance(source, nn.Module):
-        return of_model(source)
+        return of_model(source, module)
     else:
         where = source
     if (path := _store_at(where)) is not None:

@@ -101,31 +101,54 @@ def of_store(configs: Mapping[str, Mapping[str, object]], where: str) -> Adapter
     return Adapter(_checked(config, where), name, {}, repr(where))
 
 
-def of_model(root: nn.Module) -> Adapter:
+def of_model(root: nn.Module, name: str = "") -> Adapter:
     """The active adapter of a model of PEFT inside a module.
+
+    Args:
+        root: The module.
+        name: The module inside it that is exported; empty for all of it.
 
     Raises:
         ConfigError: There is none.
         UnsupportedError: There are several, or it is of a kind that is not merged here.
     """
-    for module in root.modules():
+    models = wrapped_models(root, name)
+    if not models:
+        raise ConfigError("the model has no adapters of PEFT to merge. Leave merge out.")
+    if len(models) > 1:
+        raise UnsupportedError(
+            f"{', '.join(map(repr, models))} have adapters of their own; those of one model are merged at a time. Name it with "
+            f"module=, such as module={next(iter(models))!r}."
+        )
+    (model,) = models.values()
+    configs, active = vars(model)["peft_config"], getattr(model, "active_adapters", None)
+    names = active() if callable(active) else active
+    wanted = [*configs] if names is None else [names] if isinstance(names, str) else list(names)
+    if len(wanted) != 1:
+        raise UnsupportedError(
+            f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
+        )
+    chosen, done = wanted[0], merged_layers(model)
+    if done and done != {chosen: True}:
+        raise UnsupportedError(
+            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
+            f"exactly {chosen!r}. Call unmerge_adapter() first."
+        )
+    return Adapter(_checked(configs[chosen], chosen), chosen, {}, repr(chosen), in_layers=bool(done))
+
+
+def wrapped_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The models of PEFT that have weights of the module ``name``, by their names in ``root``."""
+    found: dict[int, tuple[str, nn.Module]] = {}  # a wrapper and what it wraps share their configurations
+    for path, module in root.named_modules():
         configs = vars(module).get("peft_config")
-        if isinstance(configs, Mapping):
-            active = getattr(module, "active_adapters", None)
-            names = active() if callable(active) else active
-            wanted = [*configs] if names is None else [names] if isinstance(names, str) else list(names)
-            if len(wanted) != 1:
-                raise UnsupportedError(
-                    f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
-                )
-            name, done = wanted[0], merged_layers(root)
-            if done and done != {name: True}:
-                raise UnsupportedError(
-                    f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
-                    f"exactly {name!r}. Call unmerge_adapter() first."
-                )
-            return Adapter(_checked(configs[name], name), name, {}, repr(name), in_layers=bool(done))
-    raise ConfigError("the model has no adapters of PEFT to merge. Leave merge out.")
+        if isinstance(configs, Mapping) and (_within(path, name) or _within(name, path)):
+            found.setdefault(id(configs), (path.removesuffix("base_model").removesuffix("."), module))
+    return dict(found.values())
+
+
+def _within(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def merged_layers(root: nn.Module) -> dict[str, bool]:

@@ -51,10 +51,17 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
 
 
 def configurations(root: nn.Module) -> dict[str, dict[str, object]]:
-    """The configurations of a model's adapters by name, as PEFT's folders have them."""
-    found = (vars(module).get("peft_config") for module in root.modules())
-    configs: Mapping[str, Value] = next((known for known in found if isinstance(known, Mapping)), {})
-    return {name: {key: _plain(value) for key, value in config.to_dict().items()} for name, config in configs.items()}
+    """The configurations of a model's adapters by name, as PEFT's folders have them.
+
+    Empty if several models in it have adapters that are configured in different ways.
+    """
+    known = {id(configs): configs for m in root.modules() if isinstance(configs := vars(m).get("peft_config"), Mapping)}
+    found = [{name: _as_json(config.to_dict()) for name, config in configs.items()} for configs in known.values()]
+    return found[0] if found and all(one == found[0] for one in found) else {}
+
+
+def _as_json(config: Mapping[str, object]) -> dict[str, object]:
+    return {key: _plain(value) for key, value in config.items()}
 
 
 def _plain(value: object) -> object:

@@ -188,6 +188,38 @@ def test_a_source_and_a_folder_with_other_weights_of_an_adapter_are_refused(name
     same(tmp_path / "out", load_file(tmp_path / "same" / "model.safetensors"))
 
 
+def test_each_of_two_models_is_merged_by_its_own_configuration(tmp_path: Path) -> None:
+    """Such as a student and a teacher, whose adapters have one name and other scales."""
+
+    class Two(Lit):
+        def configure_model(self) -> None:
+            torch.manual_seed(5)
+            made = [peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), lora(lora_alpha=alpha)) for alpha in (8, 32)]
+            self.model, self.other = made[0].train(), made[1].train()
+
+        def loss(self, tokens: Tensor) -> Tensor:
+            found: Tensor = super().loss(tokens) + self.other(input_ids=tokens, labels=tokens, use_cache=False).loss
+            return found
+
+    module, store = Two(lambda: None), tmp_path / "store"
+    strategy = HeteroOffloadStrategy("disk", disk_path=store)
+    quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path).fit(module, llama.batches())
+    for name in ("model", "other"):
+        expected = by_peft(deepcopy(module.get_submodule(name)))
+        export_weights(module, tmp_path / name, module=name, merge=True)
+        same(tmp_path / name, expected)
+        with pytest.raises(ConfigError, match="does not say how its adapters were configured"):
+            export_weights(store, tmp_path / "no", module=name, merge=True)
+        module.get_submodule(name).save_pretrained(tmp_path / f"adapter of {name}")  # type: ignore[operator]
+        export_weights(store, tmp_path / f"{name} of store", module=name, merge=tmp_path / f"adapter of {name}")
+        same(tmp_path / f"{name} of store", expected)
+    module.other.merge_adapter()
+    export_weights(module, tmp_path / "again", module="model", merge=True)
+    same(tmp_path / "again", by_peft(deepcopy(module.model)))
+    with pytest.raises(UnsupportedError, match=r"'model', 'other' have adapters of their own.*module='model'"):
+        export_weights(module, tmp_path / "no", merge=True)
+
+
 def test_layers_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> None:
     """``merge_adapter()`` changes the base weights, and keeps the adapters."""
     directory = llama.save(tmp_path / "weights")
