@@ -3,11 +3,12 @@
 [Note: Writes through data]
 Torch's ``param.data`` is a tensor with a version counter of its own, so the parameter's counter
 does not show a write such as ``param.data.mul_(0.5)``. But copies of weights follow that counter: a
-device's copy, fp32 masters, and mirrors on disk. So for parameters of which a session has copies,
-``data`` is what ``detach()`` gives: the same memory, and the parameter's counter. As with any write
-in place, autograd raises if a backward needs the old values. Trained fp32 weights in memory have no
-copy but their mirror. Their ``data`` is torch's own. From the first time that code takes it, the
-mirror is written at the end of every step that is kept.
+device's copy, fp32 masters, files of weights that come and go, and mirrors on disk. So for
+parameters of which a session has copies, ``data`` is what ``detach()`` gives: the same memory, and
+the parameter's counter. As with any write in place, autograd raises if a backward needs the old
+values. Trained fp32 weights that stay in memory have no copy but their mirror. Their ``data`` is
+torch's own. From the first time that code takes it, the mirror is written at the end of every step
+that is kept.
 
 ``param.data = value`` is noted in [Note: Moved weights]; ``param.set_(value)`` does the same.
 """
@@ -55,7 +56,7 @@ class Watched:
 
     def data(self) -> Tensor:
         """Its ``data``, which the caller may write to."""
-        if self.counts:
+        if self.counts or self.part.block.weights_on_disk:
             return self.param.detach()
         if type(self.param) is not OffloadedParameter:
             self.part.is_lent = True

@@ -90,6 +90,14 @@ class CopiedFirst(Hooked):
             param.data.mul_(0.9)
 
 
+class WrittenInPlace(Hooked):
+    """Changes its own memory through ``data``, which torch's version counter does not show."""
+
+    def before(self, block: nn.Module) -> None:
+        for param in block.parameters():
+            param.data.mul_(0.9)
+
+
 class Quantized(Hooked):
     """Computes with rounded weights, and sets the old ones again afterwards."""
 
@@ -140,7 +148,7 @@ def test_weights_that_shrink(shape: str, where: str, tmp_path: Path) -> None:
 
 
 @WHERE
-@pytest.mark.parametrize("kind", [Constrained, Twice, CopiedFirst, Quantized, QuantizedClones, StraightThrough])
+@pytest.mark.parametrize("kind", [Constrained, Twice, CopiedFirst, WrittenInPlace, Quantized, QuantizedClones, StraightThrough])
 def test_ways_to_set_data(kind: type[LitModel], where: str, tmp_path: Path) -> None:
     same(kind, where, tmp_path, shape=MIXED, accumulate=2 if kind is Constrained else 1)
 
