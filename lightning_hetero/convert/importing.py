@@ -26,6 +26,11 @@ from lightning_hetero.store.format.in_place import TensorPlace
 
 log = logging.getLogger(__name__)
 
+_EXPERTS_JOINED = (
+    "The files have each expert by itself, and transformers joins the experts of a layer when it loads them. Load the model once "
+    "with from_pretrained, save it with save_pretrained(folder, save_original_format=False), and give that folder."
+)
+
 Weights = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
 
 
@@ -113,9 +118,13 @@ class ModelWeights:
         lacks = f"{_some(missing) or 'none'} missing, {_some(unexpected) or 'none'} unexpected"
         if strict and (missing or unexpected):
             raise ConfigError(
-                f"weights in {where} do not fit: {lacks}. Give the weights of this model, name the module that they belong to "
-                f"(weights={{'model': path}}), or set strict_loading = False in the LightningModule: then missing weights are "
-                f"initialized, and the others ignored."
+                f"weights in {where} do not fit: {lacks}. "
+                + (
+                    _EXPERTS_JOINED
+                    if _has_experts(missing) and _has_experts(unexpected)
+                    else "Give the weights of this model, name the module that they belong to (weights={'model': path}), or set "
+                    "strict_loading = False in the LightningModule: then missing weights are initialized, and the others ignored."
+                )
             )
         if self._adapters and (base := [name for name in missing if not mine[name].requires_grad]):
             raise ConfigError(
@@ -126,6 +135,10 @@ class ModelWeights:
             log.warning(
                 "Weights in %s: %s. Missing weights are initialized, the others ignored (strict_loading=False).", where, lacks
             )
+
+
+def _has_experts(names: Iterable[str]) -> bool:
+    return any(".experts." in name for name in names)
 
 
 def _targets(root: nn.Module) -> dict[str, Tensor]:

@@ -154,6 +154,27 @@ def test_a_missing_and_an_unexpected_tensor_are_refused(directory: Path, tmp_pat
     refused([f"'{NORM}' missing", "'extra' unexpected", "strict_loading"], tmp_path, llama.on_meta(), weights=directory)
 
 
+def test_experts_that_transformers_joins_are_refused_and_the_remedy_works(tmp_path: Path) -> None:
+    """Transformers 5 saves experts one by one, as their authors have published them."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    shape = MixtralConfig(
+        vocab_size=llama.WORDS, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1,
+        num_key_value_heads=1, num_local_experts=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(shape)
+    model.save_pretrained(tmp_path / "one by one")
+    model.save_pretrained(tmp_path / "joined", save_original_format=False)
+
+    def train(folder: str) -> Any:
+        module = llama.LitLlama(on_meta(lambda: MixtralForCausalLM(shape)))
+        return fit(module, hetero(weights=tmp_path / folder), tmp_path, steps=1)
+
+    with pytest.raises(ConfigError, match=r"experts.*from_pretrained.*save_original_format=False"):
+        train("one by one")
+    train("joined")
+
+
 def test_without_strict_loading_missing_weights_are_initialized(directory: Path, tmp_path: Path) -> None:
     rewritten(directory, lambda t: t.update({"extra": t.pop(NORM)}))
     stored = load_file(directory / "model.safetensors")
