@@ -115,6 +115,8 @@ TORCH = (
     Borrowed("torch._foreach_clamp_max_", "The same."),
     Borrowed("torch._foreach_norm", "What torch's clipping by norm computes with."),
     Borrowed("torch._foreach_copy_", "Many copies in one call."),
+    Borrowed("torch._C._accelerator_getAllocatorSettings", "What the user has chosen for torch's allocator."),
+    Borrowed("torch._C._accelerator_setAllocatorSettings", "Its pieces grow, unless the user has chosen."),
     Borrowed("torch._fused_adam_", "torch's own update, on a device."),
     Borrowed("torch._fused_adamw_", "The same."),
     Borrowed("torch._neg_view", "Rebuilds a view that autograd has saved."),

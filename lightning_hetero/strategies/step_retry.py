@@ -161,8 +161,7 @@ class StepRetry:
             log.log(
                 level,
                 "%d times in this step the device had no memory in one piece until torch emptied its cache, which waits for the "
-                "device and is slow. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or lower device_memory, so that a plan "
-                "leaves more.",
+                "device and is slow. Lower device_memory, so that a plan leaves more.",
                 self._retries - before,
             )
 

@@ -27,6 +27,7 @@ from lightning_hetero.planning.machine_profile import ENVIRONMENT
 from lightning_hetero.profiling import hardware, presets
 from lightning_hetero.runtime.device import DeviceWeights, gradients
 from lightning_hetero.runtime.lanes import stream_device
+from lightning_hetero.runtime.lanes.backends import BACKENDS
 from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
@@ -357,6 +358,7 @@ def test_the_gpu_memory_that_plans_may_use(monkeypatch: pytest.MonkeyPatch) -> N
     """
     gib = 1 << 30
     monkeypatch.setattr(stream_device, "_warm_up", lambda device: None)
+    monkeypatch.setattr(BACKENDS["cuda"], "begin", lambda: None)
     stats = {"reserved_bytes.all.current": 4 * gib, "allocated_bytes.all.current": gib, "inactive_split_bytes.all.current": gib}
     figures = {"get_memory_info": (10 * gib, 24 * gib), "memory_stats": stats}
     for name, value in figures.items():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,3 +127,35 @@ def test_ranks_on_any_streams_are_timed_by_events(monkeypatch: pytest.MonkeyPatc
         watch = Stopwatch(torch.device(kind), window=1)
         assert isinstance(watch._now(), FakeCuda.Event)
     assert isinstance(Stopwatch(torch.device("meta"), window=1)._now(), float)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "then"),
+    [
+        ("", ["expandable_segments:True"]),
+        ("max_split_size_mb:64", ["max_split_size_mb:64,expandable_segments:True"]),
+        ("expandable_segments:False", []),
+        ("backend:cudaMallocAsync", []),
+    ],
+)
+def test_pieces_of_the_allocator_grow_unless_the_user_has_chosen(
+    chosen: str, then: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: chosen)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    BACKENDS["cuda"].begin()
+    BACKENDS["xpu"].begin()
+    assert said == then
+
+
+def test_torch_knows_the_settings_that_were_chosen() -> None:
+    """In a process of its own, because they stay."""
+    code = (
+        "import torch; before = torch._C._accelerator_getAllocatorSettings();"
+        "from lightning_hetero.runtime.lanes.backends import BACKENDS; BACKENDS['cuda'].begin();"
+        "print(before, torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]

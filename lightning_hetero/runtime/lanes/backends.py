@@ -54,6 +54,9 @@ class Backend:
 
     # ---- memory ----------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Called before a fit takes memory of a device."""
+
     def share(self, device: torch.device) -> float:
         """The part of the device's memory that torch lets this process take."""
         ask = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
@@ -113,6 +116,15 @@ class _Cuda(Backend):
         """An event for which the host waits asleep; ``torch.Event`` ignores ``blocking``."""
         made: torch.Event = self._torch.Event(enable_timing=timed, blocking=True)
         return made
+
+    def begin(self) -> None:
+        """Lets pieces of the allocator grow, so that gaps between them are rare.
+
+        The user's choice stays: in ``PYTORCH_ALLOC_CONF``, in code, or of another allocator.
+        """
+        chosen = torch._C._accelerator_getAllocatorSettings()
+        if "expandable_segments" not in chosen and "backend" not in chosen:
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (chosen, "expandable_segments:True"))))
 
     def page_lock(self, address: int, num_bytes: int) -> int | None:
         """Page-locks host memory that exists."""

@@ -38,8 +38,9 @@ class StreamDevice:
         Raises:
             OutOfMemoryBudgetError: Hardly anything is free.
         """
-        _warm_up(device)
         backend = BACKENDS[device.type]
+        backend.begin()
+        _warm_up(device)
         usable = spare_bytes(device, backend)
         found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes), backend=backend)
         if found.memory_bytes <= 0:
