@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from support.cuda import MIXED, stand_in
-from support.models import Outcome, Recipe, Shape, assert_same, run
+from support.cuda import stand_in
+from support.models import Recipe, Shape, assert_same, run
+from support.trainings import PLANS, Row, every_row, expected, plain, recipe_of
 from support.verdicts import divided
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from foreign import NAME
 from foreign.lanes import ForeignBackend
@@ -23,31 +20,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.lanes.backends import BACKENDS
 
-PLANS = {"resident": "resident", "host": "host", "disk": "disk", "mixed": MIXED}
-BY_VALUE: dict[str, Any] = {"clip": 0.01, "clip_by": "value"}
-COVER = [  # pairs of plan, precision, clipping and accumulation
-    ("resident", "32-true", {}, 1),
-    ("resident", "bf16-true", {"clip": 0.3}, 2),
-    ("resident", "32-true", BY_VALUE, 2),
-    ("host", "32-true", {"clip": 0.3}, 2),
-    ("host", "bf16-true", {}, 1),
-    ("host", "bf16-true", BY_VALUE, 1),
-    ("disk", "32-true", {"clip": 0.3}, 1),
-    ("disk", "bf16-true", BY_VALUE, 2),
-    ("disk", "32-true", {}, 2),
-    ("mixed", "32-true", {"clip": 0.3}, 2),
-    ("mixed", "bf16-true", {}, 2),
-    ("mixed", "32-true", BY_VALUE, 1),
-    ("mixed", "bf16-true", {"clip": 0.3}, 1),
-    ("resident", "bf16-mixed", {"clip": 0.3}, 1),
-    ("resident", "16-mixed", BY_VALUE, 2),
-    ("host", "bf16-mixed", BY_VALUE, 2),
-    ("host", "16-mixed", {"clip": 0.3}, 1),
-    ("disk", "bf16-mixed", {}, 1),
-    ("disk", "16-mixed", {"clip": 0.3}, 2),
-    ("mixed", "bf16-mixed", {"clip": 0.3}, 2),
-    ("mixed", "16-mixed", {}, 1),
-]
+FIRST = torch.device(NAME, 0)
 
 
 @pytest.fixture
@@ -61,39 +34,14 @@ def train(recipe: Recipe, plan: Any, folder: Path) -> Any:
     return run(recipe, HeteroOffloadStrategy(plan, device_memory="4MiB"), folder, accelerator=stand_in(NAME), devices=1)
 
 
-class OnForeign(SingleDeviceStrategy):
-    """Plain Lightning, whose mixed precision would be that of another device."""
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        plugin = self.precision_plugin
-        if isinstance(plugin, MixedPrecision):
-            plugin.device = NAME
-            plugin.scaler = None if plugin.scaler is None else torch.amp.GradScaler(NAME)
-
-
-def plain(recipe: Recipe, folder: Path) -> Any:
-    """Plain Lightning on the same device; its results are moved to the host."""
-    strategy = OnForeign(device=torch.device(NAME, 0))
-    found = run(recipe, strategy, folder, accelerator=stand_in(NAME), devices=1)
-    return Outcome(*tree_map_only(Tensor, Tensor.cpu, (found.losses, found.weights, found.state)))
-
-
-@pytest.mark.parametrize(("plan", "precision", "clipping", "accumulate"), COVER)
-def test_training_has_the_bits_of_the_host(
-    plan: str, precision: str, clipping: dict[str, Any], accumulate: int, allowed: None, tmp_path: Path
-) -> None:
-    shape = Shape(layers=4, counting=False)
-    recipe = Recipe(shape=shape, steps=2, accumulate=accumulate, precision=precision, optimizer=divided, **clipping)
-    got = train(recipe, PLANS[plan], tmp_path)
-    # With weights in 16 bits plain Lightning has no fp32 ones, so the reference trains on the CPU.
-    expected = run(recipe, HeteroOffloadStrategy("host"), tmp_path) if precision == "bf16-true" else plain(recipe, tmp_path)
-    assert_same(got, expected)
+@every_row
+def test_training_has_the_bits_of_the_host(row: Row, allowed: None, tmp_path: Path) -> None:
+    assert_same(train(recipe_of(row), PLANS[row[0]], tmp_path), expected(row, FIRST, tmp_path))
 
 
 def test_dropout_draws_the_numbers_of_the_device(allowed: None, tmp_path: Path) -> None:
     recipe = Recipe(shape=Shape(layers=4, counting=False, dropout=0.2), steps=2)
-    on_device, on_host = plain(recipe, tmp_path), run(recipe, "auto", tmp_path)
+    on_device, on_host = plain(recipe, FIRST, tmp_path), run(recipe, "auto", tmp_path)
     assert_same(train(recipe, PLANS["mixed"], tmp_path), on_device)
     assert not torch.equal(torch.stack(on_device.losses), torch.stack(on_host.losses))
 
@@ -127,6 +75,6 @@ def test_clipping_and_scaling_wait_for_the_device_as_often_as_plain_lightning(
         with Waits() as ours:
             train(recipe, PLANS[plan], tmp_path)
         with Waits() as theirs:
-            plain(recipe, tmp_path)
+            plain(recipe, FIRST, tmp_path)
         counts.append(ours.count - theirs.count)
     assert counts[1] - counts[0] == (3 if plan == "disk" else 0)

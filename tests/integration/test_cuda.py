@@ -16,6 +16,7 @@ import torch
 from support.cuda import MIXED, RESIDENT, StandIn, stand_in, standing_in
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer, run
 from support.streams import FakeCuda
+from support.trainings import PLANS, Row, every_row, expected, recipe_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
@@ -46,17 +47,21 @@ def on_gpu(recipe: Recipe, plan: Any, folder: Path, **options: Any) -> tuple[Any
     ("plan", "recipe"),
     [
         ("resident", Recipe(shape=SHAPE)),
-        ("host", Recipe(shape=SHAPE, steps=2)),
         (MIXED, Recipe(shape=SHAPE)),
-        (MIXED, Recipe(shape=SHAPE, steps=2, accumulate=2, clip=0.3)),
     ],
-    ids=["resident", "host", "mixed", "mixed, clipped"],
+    ids=["resident", "mixed"],
 )
 def test_training_has_the_bits_of_plain_lightning(plan: Any, recipe: Recipe, fake: FakeCuda, tmp_path: Path) -> None:
     strategy, got = on_gpu(recipe, plan, tmp_path)
     assert_same(got, run(recipe, "auto", tmp_path))
     assert fake.streams, "lanes had streams"
     assert 0 < strategy.memory_report()["device_peak_bytes"] < 4 << 20
+
+
+@every_row
+def test_plans_precisions_clipping_and_accumulation_have_its_bits(row: Row, fake: FakeCuda, tmp_path: Path) -> None:
+    _, got = on_gpu(recipe_of(row), PLANS[row[0]], tmp_path)
+    assert_same(got, expected(row, torch.device("cpu"), tmp_path))
 
 
 def test_a_gpu_of_another_backend_has_the_same_lanes(
