@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from lightning_hetero.errors import CheckpointMissingError, CheckpointWriteError, ConfigError
 from lightning_hetero.parallel.recovery import CheckpointTier, LayerMap, TieredCheckpoints
-from lightning_hetero.parallel.recovery.layer_map import checksums, layer_of, pieces_of, runs_of
+from lightning_hetero.parallel.recovery.layer_map import MAP, METADATA, checksums, layer_of, pieces_of, runs_of
 from lightning_hetero.parallel.recovery.peers import Want, schedule
 from lightning_hetero.parallel.recovery.writer import LayerWriter
 
@@ -356,6 +356,26 @@ def test_an_error_of_the_writer_is_raised_at_the_next_save_and_at_the_end(
     loaded = make(folders).load(None)  # the local tiers have it
     assert loaded is not None
     assert loaded.layer_map.step == 3
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk", "remote"])
+@pytest.mark.parametrize("file", [".distcp", METADATA, MAP])
+def test_whatever_file_cannot_be_written_the_error_says_so(
+    tier: str, file: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = CheckpointTier.publish
+
+    def fail(self: CheckpointTier, name: str, content: Any) -> None:
+        if name.endswith(file) and self.name == tier:
+            raise OSError(28, "No space left on device")
+        publish(self, name, content)
+
+    monkeypatch.setattr(CheckpointTier, "publish", fail)
+    checkpoints = make(folders)
+    checkpoints.save(state(1), tmp_path / "1.ckpt", step=1)
+    with pytest.raises(CheckpointWriteError, match=r"step 1 to remote .*1\.ckpt.*No space left") as raised:
+        checkpoints.close()
+    assert "Traceback" not in str(raised.value)
 
 
 def test_a_checkpoint_outlives_its_successor_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
