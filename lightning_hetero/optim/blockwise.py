@@ -96,6 +96,8 @@ def _stand_in(optimizer: Optimizer, param: nn.Parameter) -> nn.Parameter:
     state = dict(optimizer.state.pop(param, {}))
     master = state.pop(MASTER, None)
     weights = param.detach().float() if master is None else master
+    if master is None:  # state was made, or loaded, for 16-bit weights
+        state = {k: v.float() if type(v) is Tensor and v.dtype == param.dtype else v for k, v in state.items()}
     stand_in = nn.Parameter(weights, requires_grad=True)
     stand_in.grad = None if param.grad is None else param.grad.float()
     if state:

@@ -1,10 +1,11 @@
-"""State that an optimizer gives frozen parameters as it is made, such as ``torch.optim.Adagrad``.
+"""State that an optimizer gives parameters as it is made, such as ``torch.optim.Adagrad``.
 
 [Note: Early state]
 Such state has one value everywhere, and nothing reads it while its parameter is frozen. So while
 optimizers are made, functions that fill a tensor like a frozen parameter return a handle that takes
 no memory. When the parameter begins to train, an ordinary tensor takes its place. Records and blobs
-leave early state out, because making the optimizer gives it again.
+leave early state out, because making the optimizer gives it again. Like a 16-bit parameter they
+fill fp32 tensors, because the optimizer updates its fp32 master.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
+from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.untyped import Function, Options, Value, Values
 
 _FILLS = (torch.zeros_like, torch.ones_like, torch.full_like)
@@ -54,15 +56,17 @@ class _Filled:
 
 
 class _Fills(TorchFunctionMode):
-    """Makes handles for tensors that are filled like one of these parameters."""
+    """Fills tensors like the masters of 16-bit parameters; like frozen ones it makes handles."""
 
-    def __init__(self, params: Collection[int]) -> None:
+    def __init__(self, frozen: Collection[int], sixteen_bit: Collection[int]) -> None:
         super().__init__()
-        self._params = params
+        self._frozen, self._sixteen_bit = frozen, sixteen_bit
 
     def __torch_function__(self, func: Function, types: object, args: Values = (), kwargs: Options | None = None) -> Value:
         kwargs = kwargs or {}
-        if func not in _FILLS or not args or id(args[0]) not in self._params or _ELSEWHERE & kwargs.keys():
+        if func in _FILLS and args and id(args[0]) in self._sixteen_bit:
+            kwargs = {"dtype": torch.float32, **kwargs}
+        if func not in _FILLS or not args or id(args[0]) not in self._frozen or _ELSEWHERE & kwargs.keys():
             return func(*args, **kwargs)
         param = args[0]
         like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
@@ -71,9 +75,10 @@ class _Fills(TorchFunctionMode):
 
 
 @contextmanager
-def of_frozen(module: nn.Module) -> Iterator[None]:
+def observed(module: nn.Module) -> Iterator[None]:
     """Optimizers are made in the context; see [Note: Early state]."""
-    with _Fills({id(p) for p in module.parameters() if not p.requires_grad}):
+    frozen = {id(p) for p in module.parameters() if not p.requires_grad}
+    with _Fills(frozen, {id(p) for p in module.parameters() if p.dtype in MASTERED}):
         yield
 
 
@@ -117,5 +122,5 @@ def _are_equal(ours: Options, theirs: Options) -> bool:
 
 def _is_equal(one: Value, other: Value) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        return one.shape == other.shape and torch.equal(one.to(other.dtype), other)  # files may have 16 bits
     return bool(one == other)

@@ -199,7 +199,7 @@ class OffloadRun:
 
     def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:
         strategy, module = self.strategy, self.module
-        with early_state.of_frozen(module):
+        with early_state.observed(module):
             strategy.setup_optimizers(trainer)
         optimizers = session.cut(strategy.optimizers)
         changes = ModelChanges(module, optimizers, resumed, strategy.lr_scheduler_configs)

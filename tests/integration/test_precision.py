@@ -23,6 +23,7 @@ KINDS = ["resident", "host", "disk", "tight"]
 TRUE = ["bf16-true", "16-true"]
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, fused=True)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+ADAGRAD = partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1)
 
 
 def recipe(precision: str, factory: Any = ADAMW, **options: Any) -> Recipe:
@@ -53,10 +54,35 @@ def test_true_16_bit_with_clipping_and_accumulation(kind: str, options: dict[str
     assert_same_as_reference(kind, "bf16-true", ADAMW, tmp_path, **options)
 
 
-@pytest.mark.parametrize("kind", ["host", "tight"])
+class Fills(torch.optim.SGD):
+    """Has state before its first step."""
+
+    hetero_blockwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.05, momentum=0.9)
+        for param in (p for group in self.param_groups for p in group["params"]):
+            self.state[param]["momentum_buffer"] = torch.full_like(param, 0.1)
+
+
+@pytest.mark.parametrize("kind", ["host", "tight", "device_resident"])
+@pytest.mark.parametrize("factory", [SGD, ADAGRAD, Fills], ids=["sgd", "adagrad", "fills"])
 @pytest.mark.parametrize("precision", TRUE)
-def test_other_optimizers_have_masters_too(precision: str, kind: str, tmp_path: Path) -> None:
-    assert_same_as_reference(kind, precision, SGD, tmp_path)
+def test_other_optimizers_have_masters_too(precision: str, factory: Any, kind: str, tmp_path: Path) -> None:
+    assert_same_as_reference(kind, precision, factory, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["host", "tight"])
+def test_state_that_was_made_for_16_bit_weights_becomes_that_of_masters(kind: str, tmp_path: Path) -> None:
+    """The optimizer is made where the strategy does not see it."""
+
+    def unseen(params: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return torch.optim.Adagrad(params, lr=1e-2)
+
+    expected = run(recipe("bf16-true", with_masters(partial(torch.optim.Adagrad, lr=1e-2))), "auto", tmp_path)
+    train = partial(run, recipe("bf16-true", unseen), tmp_path=tmp_path)
+    assert_same(train(make_strategy(kind, train)), expected)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "device"])

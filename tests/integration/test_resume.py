@@ -192,6 +192,7 @@ OTHERS = {
     "adagrad": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2), "32-true"),  # has state before its first step
     "amsgrad-fused": (lambda groups: torch.optim.AdamW(groups, lr=3e-3, amsgrad=True, fused=True), "32-true"),
     "sgd-fused": (lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True), "32-true"),
+    "adagrad-bf16": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2), "bf16-true"),
     "rmsprop-bf16": (lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.9), "bf16-true"),
 }
 
@@ -202,6 +203,7 @@ OTHERS = {
         ("sgd", "host", "disk"),
         ("nadam", "disk", "host"),
         ("adagrad", MIXED, MIXED),
+        ("adagrad-bf16", MIXED, "host"),
         ("amsgrad-fused", "host", MIXED),
         ("sgd-fused", "resident", "disk"),
         ("rmsprop-bf16", "resident", MIXED),
