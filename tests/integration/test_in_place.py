@@ -21,6 +21,7 @@ from support.models import Outcome, assert_same
 from support.recipes import MIXED
 from support.resuming import after
 from support.strategies import on_device
+from support.unreadable import Unreadable
 from torch import Tensor
 
 from lightning_hetero import export_weights
@@ -252,6 +253,19 @@ def test_a_resume_refuses_a_file_that_is_another_one(
     assert path.name in " ".join(verified(store))
     with pytest.raises(StoreError, match=path.name):
         train(tmp_path, HeteroOffloadStrategy(plan, disk_path=store, weights={"model": spare}), store=store)
+
+
+def test_whatever_read_of_them_fails_the_file_is_named(folder: Path, tmp_path: Path) -> None:
+    train(tmp_path, offload("disk", tmp_path / "store", folder), stop=2)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = Unreadable(patch, f"{folder}/.*safetensors", -1)
+        export_weights(tmp_path / "store", tmp_path / "out")
+    for number in {0, len(whole.reads) // 2, len(whole.reads) - 1}:
+        with pytest.MonkeyPatch.context() as patch:
+            broken = Unreadable(patch, f"{folder}/.*safetensors", number)
+            with pytest.raises(StoreError, match=r"cannot be read.*Input/output error") as raised:
+                export_weights(tmp_path / "store", tmp_path / f"out{number}")
+        assert broken.failed in str(raised.value)
 
 
 def test_a_file_that_changes_while_it_is_read_ends_the_fit(folder: Path, tmp_path: Path) -> None:

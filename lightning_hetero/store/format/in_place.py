@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_hetero.errors import StoreCorruptError
+from lightning_hetero.errors import StoreCorruptError, StoreError
 from lightning_hetero.store.raw_memory import memory_of
 
 _HEADER_BYTES_MAX = 100_000_000  # the safetensors package's limit
@@ -225,11 +225,15 @@ def _extents(header: bytes, num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _read(path: str, offset: int, memory: memoryview) -> None:
-    with open(path, "rb", buffering=0) as file:
-        done = 0
-        file.seek(offset)
-        while done < len(memory):
-            got = file.readinto(memory[done:]) or 0
-            if got <= 0:
-                raise StoreCorruptError(f"{path!r} ends at byte {offset + done}, inside frozen weights. Bring the file back.")
-            done += got
+    done = 0
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while done < len(memory) and (got := os.preadv(file.fileno(), [memory[done:]], offset + done)):
+                done += got
+    except OSError as error:
+        raise StoreError(
+            f"{path!r}, from which frozen weights are read in place, cannot be read at offset {offset + done}: {error.strerror}. "
+            f"Bring the file back, or see to its disk."
+        ) from error
+    if done < len(memory):
+        raise StoreCorruptError(f"{path!r} ends at byte {offset + done}, inside frozen weights. Bring the file back.")
