@@ -92,7 +92,7 @@ def train(root: Path, strategy: Any, change: str, begins: Callable[[int], object
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             begins(trainer.global_step)
 
-    return frozen.fit(root, strategy, change=getattr(frozen, change), at=(4,), more=(Begins(),), **options)
+    return frozen.fit(root, strategy, frozen.RECIPE, Begins(), change=getattr(frozen, change), at=(4,), **options)
 
 
 def write_weights(root: Path) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, outcome, quiet_trainer
-from support.resuming import EndsAt, fitted, offload
+from support import resuming
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same, outcome
+from support.resuming import offload
 from support.strategies import on_device
 from torch import nn
 
@@ -42,17 +43,10 @@ class All(LitModel):
 STORES: dict[str, tuple[type[LitModel], str]] = {"members": (All, "32-true"), "halves": (LitModel, "bf16-true")}
 
 
-def fit(root: Path, strategy: Any, name: str, *, stop: int | None = None, store: Path | None = None, more: Any = ()) -> Outcome:
+def fit(root: Path, strategy: Any, name: str, *callbacks: pl.Callback, **options: Any) -> Outcome:
     module_class, precision = STORES[name]
     recipe = Recipe(steps=STEPS, shape=SHAPE, precision=precision)
-    torch.manual_seed(7)
-    module = module_class(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=STEPS, limit_val_batches=0, default_root_dir=root, precision=precision,
-        callbacks=[*more, *([] if stop is None else [EndsAt(stop)])],
-    )  # fmt: skip
-    return fitted(trainer, module, data(3), store=store)
+    return resuming.fit(root, strategy, recipe, module_class, *callbacks, batches=3, **options)
 
 
 @pytest.fixture
@@ -92,7 +86,7 @@ def test_a_store_of_version_1_is_resumed(name: str, old: Path, tmp_path: Path) -
         store = tmp_path / str(number)
         shutil.copytree(old / name, store)
         begins = BeginsWith(old / f"{name}.ckpt")
-        fit(tmp_path, offload(plan, store, verify_digests=True), name, store=store, stop=KEPT + 1, more=(begins,))
+        fit(tmp_path, offload(plan, store, verify_digests=True), name, begins, store=store, stop=KEPT + 1)
         assert set(slots(store).values()) == {1}
         assert alignment_in(store) == 0
         found.append(fit(tmp_path, offload("disk", store, verify_digests=True), name, store=store))
@@ -151,7 +145,7 @@ class Starts(pl.Callback):
 )
 def test_they_start_there_while_the_model_computes(plan: Any, alignment: int, tmp_path: Path) -> None:
     starts = Starts()
-    fit(tmp_path, offload(plan, tmp_path / "store"), "halves", stop=2, more=(starts,))
+    fit(tmp_path, offload(plan, tmp_path / "store"), "halves", starts, stop=2)
     assert starts.starts
     assert all(start % alignment == 0 for start in starts.starts)
     assert alignment_in(tmp_path / "store") == alignment

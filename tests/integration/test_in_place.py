@@ -63,8 +63,8 @@ def offload(plan: Any, store: Path | None, folder: Path, **options: Any) -> Any:
     return make(disk_path=store, weights={"model": folder}, verify_digests=True, **options)
 
 
-def train(root: Path, strategy: Any, **options: Any) -> Outcome:
-    return fit(root, strategy, device="meta", **options)
+def train(root: Path, strategy: Any, *arguments: Any, **options: Any) -> Outcome:
+    return fit(root, strategy, *arguments, device="meta", **options)
 
 
 def in_place(store: Path) -> list[bool]:
@@ -111,9 +111,9 @@ def test_the_account_of_a_plan_has_no_slot_of_them(plan: Any, folder: Path, cont
         sizes = Sizes()
         strategy = offload(plan, tmp_path / f"store-{weights.name}", weights) if weights else HeteroOffloadStrategy("host")
         if weights is None:
-            fit(tmp_path, strategy, more=(sizes,))
+            fit(tmp_path, strategy, RECIPE, sizes)
         else:
-            train(tmp_path, strategy, more=(sizes,))
+            train(tmp_path, strategy, RECIPE, sizes)
         found.append(sizes)
     ours, copied, in_memory = found
     assert [(size, why) for _, size, why in ours.rows] == [(size, "") for size, *_ in ours.rows]
@@ -187,10 +187,10 @@ def test_a_resume_reads_them_into_memory_once(folder: Path, content: dict[str, T
         first = HeteroOffloadStrategy("host", disk_path=store) if copied else offload("host", store, folder)
         if copied:
             fit(tmp_path, first, content=content, stop=2)
-            fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store), store=store, stop=3, more=(reads,))
+            fit(tmp_path, HeteroOffloadStrategy("host", disk_path=store), RECIPE, reads, store=store, stop=3)
         else:
             train(tmp_path, first, stop=2)
-            train(tmp_path, offload("host", store, folder), store=store, stop=3, more=(reads,))
+            train(tmp_path, offload("host", store, folder), RECIPE, reads, store=store, stop=3)
         found.append(reads.num_bytes)
     pages = 4096 * (len(content) + 2)  # direct reads begin and end at pages
     assert found[0] <= found[1] + pages

@@ -14,9 +14,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
-from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, quiet_trainer
+from support import resuming
+from support.models import LitModel, Outcome, Recipe, Shape, assert_same
 from support.recipes import MIXED
-from support.resuming import EndsAt, after, fitted, offload
+from support.resuming import after, offload
 from support.strategies import on_device
 from support.unfreezing import Unfreezing
 from torch import nn
@@ -92,20 +93,11 @@ def fit(
     strategy: Any,
     make: Callable[[], pl.Callback],
     recipe: Recipe = ADAMW,
-    *,
-    stop: int | None = None,
-    store: Path | None = None,
-    more: tuple[pl.Callback, ...] = (),
+    *more: pl.Callback,
     module_class: type[Backbone] = Backbone,
+    **options: Any,
 ) -> Outcome:
-    torch.manual_seed(7)
-    module = module_class(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, gradient_clip_val=recipe.clip, precision=recipe.precision, limit_val_batches=0,
-        default_root_dir=root, callbacks=[make(), *more, *([] if stop is None else [EndsAt(stop)])],
-    )  # fmt: skip
-    return fitted(trainer, module, data(BATCHES), store=store)
+    return resuming.fit(root, strategy, recipe, module_class, make(), *more, batches=BATCHES, **options)
 
 
 def keeping(plan: Any, store: Path, **options: Any) -> Any:
@@ -149,7 +141,7 @@ def test_a_checkpoint_of_links_of_such_a_step_is_resumed(tmp_path: Path) -> None
             if trainer.global_step == 8:
                 trainer.save_checkpoint(tmp_path / "kept.ckpt")
 
-    plain = fit(tmp_path, keeping("disk", tmp_path / "store", link_checkpoints=True), Unfreezing, more=(Saves(),))
+    plain = fit(tmp_path, keeping("disk", tmp_path / "store", link_checkpoints=True), Unfreezing, ADAMW, Saves())
     assert_same(plain, fit(tmp_path, "auto", Unfreezing))
     got = fit(tmp_path, keeping("resident", tmp_path / "other"), Unfreezing, store=tmp_path / "kept.ckpt")
     assert_same(got, after(plain, ADAMW.steps - 8))
@@ -187,4 +179,4 @@ def test_other_groups_than_those_that_training_began_with_are_refused(tmp_path: 
     with pytest.raises(ConfigError, match=r"has groups of \[2, 8\] parameters, the store's optimizer \[10\]"):
         fit(tmp_path, keeping("disk", store), Unfreezing, replace(ADAMW, groups=True), store=store)
     with pytest.raises(ConfigError, match="a hook has given AdamW 2 parameters that it had not"):
-        fit(tmp_path, keeping("disk", store), Unfreezing, store=store, more=(Adds(),))
+        fit(tmp_path, keeping("disk", store), Unfreezing, ADAMW, Adds(), store=store)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.record import parse
-from support.models import LitModel, Outcome, Recipe, Shape, data, quiet_trainer
-from support.resuming import EndsAt, fitted
+from support import resuming
+from support.models import LitModel, Outcome, Recipe, Shape
 
 BATCHES = 3  # of an epoch
 RECIPE = Recipe(steps=8, shape=Shape(layers=3, dropout=0.1, few=True))  # each block is two
@@ -55,22 +54,10 @@ class Costs(pl.Callback):
 
 
 def fit(
-    root: Path, strategy: Any, recipe: Recipe = RECIPE, *callbacks: pl.Callback, stop: int | None = None,
-    store: Path | None = None, module_class: type[LitModel] = All, device: str = "cpu", content: dict[str, Tensor] | None = None,
-) -> Outcome:  # fmt: skip
-    """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
-    torch.manual_seed(7)
-    with torch.device(device):
-        module = module_class(recipe)
-    if content is not None:
-        module.model.load_state_dict(content)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
-        accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
-        callbacks=[*callbacks, *([] if stop is None else [EndsAt(stop)])],
-    )  # fmt: skip
-    return fitted(trainer, module, data(BATCHES), store=store)
+    root: Path, strategy: Any, recipe: Recipe = RECIPE, *callbacks: pl.Callback, module_class: type[LitModel] = All, **options: Any
+) -> Outcome:
+    """One fit of epochs of three batches; options as for :func:`support.resuming.fit`."""
+    return resuming.fit(root, strategy, recipe, module_class, *callbacks, batches=BATCHES, **options)
 
 
 @dataclass

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.record import parse
-from support.models import LitModel, Outcome, Recipe, Shape, data, quiet_trainer
-from support.resuming import EndsAt, fitted
+from support import resuming
+from support.models import LitModel, Outcome, Recipe, Shape
 
 FROZEN = (0, 2)
 RECIPE = Recipe(steps=6, shape=Shape(layers=4, dropout=0.1, frozen=FROZEN))
@@ -58,27 +58,19 @@ def unfreezes(module: Changed) -> None:
     module.trainer.optimizers[0].add_param_group({"params": params})
 
 
-def fit(
-    root: Path, strategy: Any, recipe: Recipe = RECIPE, *, change: Change | None = None, at: tuple[int, ...] = (2, 4),
-    stop: int | None = None, store: Path | None = None, more: tuple[pl.Callback, ...] = (),
-    device: str = "cpu", content: dict[str, Tensor] | None = None,
-) -> Outcome:  # fmt: skip
-    """One fit, to the end or to step ``stop``; from the beginning or from ``store``.
+@cache
+def changing(change: Change, at: tuple[int, ...]) -> type[Changed]:
+    """The model that ``change`` changes after these steps."""
+    return type("Changing", (Changed,), {"change": change, "at": at})
 
-    The model is made on ``device``; plain Lightning gets ``content``.
-    """
-    made = type("Changing", (Changed,), {} if change is None else {"change": change, "at": at})
-    torch.manual_seed(7)
-    with torch.device(device):
-        module = made(recipe)
-    if content is not None:
-        module.model.load_state_dict(content)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
-        callbacks=[*more, *([] if stop is None else [EndsAt(stop)])],
-    )  # fmt: skip
-    return fitted(trainer, module, data(3), store=store)
+
+def fit(
+    root: Path, strategy: Any, recipe: Recipe = RECIPE, *callbacks: pl.Callback, change: Change | None = None,
+    at: tuple[int, ...] = (2, 4), **options: Any,
+) -> Outcome:  # fmt: skip
+    """One fit of epochs of three batches; options as for :func:`support.resuming.fit`."""
+    made = Changed if change is None else changing(change, at)
+    return resuming.fit(root, strategy, recipe, made, *callbacks, batches=3, **options)
 
 
 def slots_of(store: Path) -> dict[str, tuple[int, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.models import LitModel, Outcome, Recipe, Shape, data, once, outcome, quiet_trainer
@@ -43,30 +44,39 @@ class Model(LitModel):
         torch.rand(3)
 
 
-def train(
-    root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None, **options: Any
-) -> Outcome:
-    """One fit, to the end or to step ``stop``; from the beginning or from ``store``."""
-    if strategy == "auto" and stop is None and store is None:
-        key = (train, recipe, *options.items())
-        return once(key, partial(_train, root, strategy, recipe, **options))
-    return _train(root, strategy, recipe, stop=stop, store=store, **options)
+def fit(
+    root: Path, strategy: Any, recipe: Recipe, module_class: type[LitModel], *callbacks: pl.Callback, stop: int | None = None,
+    store: Path | None = None, device: str = "cpu", content: dict[str, Tensor] | None = None, batches: int = BATCHES, **limits: Any,
+) -> Outcome:  # fmt: skip
+    """One fit, to the end or to step ``stop``; from the beginning or from ``store``.
+
+    The model is made on ``device``; plain Lightning gets ``content``, and trains :func:`once` what
+    nothing but the recipe and its class decides.
+    """
+
+    def train() -> Outcome:
+        torch.manual_seed(7)
+        with torch.device(device):
+            module = module_class(recipe)
+        if content is not None:
+            module.model.load_state_dict(content)
+        torch.manual_seed(11)
+        trainer = quiet_trainer(
+            **{"max_steps": recipe.steps, **limits}, strategy=strategy, accumulate_grad_batches=recipe.accumulate,
+            gradient_clip_val=recipe.clip, precision=recipe.precision, default_root_dir=root,
+            limit_val_batches=2 if recipe.validate else 0, callbacks=[*callbacks, *([] if stop is None else [EndsAt(stop)])],
+        )  # fmt: skip
+        loaders = (data(batches), data(2, seed=1) if recipe.validate else None)
+        return fitted(trainer, module, *loaders, store=store)
+
+    if strategy == "auto" and (callbacks, stop, store, device, content) == ((), None, None, "cpu", None):
+        return once((fit, recipe, module_class, batches, *limits.items()), train)
+    return train()
 
 
-def _train(
-    root: Path, strategy: Any, recipe: Recipe, *, stop: int | None = None, store: Path | None = None, **options: Any
-) -> Outcome:
-    limits = {"max_steps": recipe.steps, **options}
-    torch.manual_seed(7)
-    module = Model(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        **limits, strategy=strategy, accumulate_grad_batches=recipe.accumulate, gradient_clip_val=recipe.clip,
-        precision=recipe.precision, default_root_dir=root, limit_val_batches=2 if recipe.validate else 0,
-        callbacks=[] if stop is None else [EndsAt(stop)],
-    )  # fmt: skip
-    loaders = (data(BATCHES), data(2, seed=1) if recipe.validate else None)
-    return fitted(trainer, module, *loaders, store=store)
+def train(root: Path, strategy: Any, recipe: Recipe, **options: Any) -> Outcome:
+    """:func:`fit` of the model above."""
+    return fit(root, strategy, recipe, Model, **options)
 
 
 def fitted(trainer: pl.Trainer, module: LitModel, *loaders: Any, store: Path | None = None) -> Outcome:

@@ -12,7 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from support.models import LitModel, Outcome, Recipe, data, outcome, quiet_trainer
+from support.models import LitModel, Outcome, Recipe
+from support.resuming import fit
 
 BATCHES = 3  # of an epoch
 
@@ -100,12 +101,5 @@ def train_twofold(
     module_class: type[Twofold] = Twofold,
 ) -> Outcome:
     """One fit of ``recipe.steps`` batches, from the beginning or from ``store``."""
-    torch.manual_seed(7)
-    module = module_class(recipe)
-    torch.manual_seed(11)
-    trainer = quiet_trainer(
-        strategy=strategy, max_steps=2 * recipe.steps, limit_val_batches=0, default_root_dir=root, precision=recipe.precision,
-        callbacks=[AtBatch(begins, unfreezes, joins)],
-    )  # fmt: skip
-    trainer.fit(module, data(BATCHES), ckpt_path=None if store is None else str(store))
-    return outcome(trainer, module)
+    at_batch = AtBatch(begins, unfreezes, joins)
+    return fit(root, strategy, recipe, module_class, at_batch, store=store, batches=BATCHES, max_steps=2 * recipe.steps)
