@@ -1,13 +1,16 @@
 """A device of our own, ``torch.device("foreign")``, with memory that the host cannot touch.
 
-``device.cpp`` is built where a compiler is, once for each version of it and of torch.
+``device.cpp`` is built where a compiler is, once for each version of it, of torch and of Python.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 
-NAME = "foreign"
+NAME, EXTENSION = "foreign", "foreign_device"
 SOURCE = Path(__file__).parent / "device.cpp"
 
 
@@ -28,18 +31,46 @@ def lacking() -> str:
 
 @cache
 def native() -> Any:
-    """Builds and registers the device; returns the extension's functions."""
-    from torch.utils.cpp_extension import load
-
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"lightning-hetero-foreign-{os.getuid()}-{key}")
-    folder.mkdir(exist_ok=True)
-    made = load(
-        name="foreign_device", sources=[str(SOURCE)], build_directory=str(folder), extra_cflags=["-O1", "-std=c++20", "-g0"]
-    )
+    """Builds the device if that has not been done, and registers it; returns the extension's
+    functions.
+    """
+    found = _place()
+    made = _imported(found) if found.is_file() else _built(found)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module(made))
     torch.utils.generate_methods_for_privateuse1_backend()
+    return made
+
+
+def _place() -> Path:
+    """Where the extension of this source, torch, Python and compiler is, or will be.
+
+    torch's own cache forgets it in each new environment, and in each other folder of tests.
+    """
+    compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=True).stdout
+    parts = (SOURCE.read_text(), torch.__version__, torch.version.git_version, sys.implementation.cache_tag, compiler)
+    key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"lightning-hetero-foreign-{os.getuid()}-{key}")
+    folder.mkdir(exist_ok=True)
+    return folder / f"{EXTENSION}.so"
+
+
+def _built(path: Path) -> ModuleType:
+    from torch.utils.cpp_extension import load
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        flags = ["-O1", "-std=c++20", "-g0"]
+        made: ModuleType = load(name=EXTENSION, sources=[str(SOURCE)], build_directory=folder, extra_cflags=flags)
+        os.replace(Path(folder, path.name), path)
+    return made
+
+
+def _imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(EXTENSION, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
     return made
 
 

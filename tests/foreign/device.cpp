@@ -17,7 +17,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/extension.h>
+#include <torch/library.h>
 #include <unistd.h>
 
 #include <condition_variable>
