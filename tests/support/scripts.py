@@ -28,6 +28,11 @@ PRELOADED = (
     "lightning_hetero.planners.holistic",
     "transformers",
     "torch.distributed.pipelining",
+    "lightning_hetero.parallel.elastic",  # and what several ranks import: each of them would
+    "lightning_hetero.parallel.strategies.hetero_parallel_fsdp",
+    "lightning_hetero.parallel.strategies.local_first",
+    "hypothesis",  # by helpers, and by tests that are their own scripts
+    "pytest",
 )
 start_server = partial(scratch.fork_server, PRELOADED)
 
