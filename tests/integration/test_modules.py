@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.models import LitModel, Outcome, Recipe, Shape, data, outcome, quiet_trainer, run
+from support.models import LitModel, Outcome, Recipe, Shape, data, once, outcome, quiet_trainer, run
 from support.strategies import assert_same_as_plain, make_strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,12 +141,15 @@ class Lit(LitModel):
         return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def fit(strategy: Any, folder: Path, kind_of_model: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Outcome:
-    torch.manual_seed(7)
-    module = Lit(kind_of_model().to(dtype), **options)
-    trainer = quiet_trainer(strategy=strategy, max_epochs=2, default_root_dir=folder)
-    trainer.fit(module, data(3), data(1, seed=1))
-    return outcome(trainer, module)
+def fit(strategy: Any, folder: Path, kind_of_model: Any, dtype: torch.dtype = torch.float32, *, compiled: bool = False) -> Outcome:
+    def train() -> Outcome:
+        torch.manual_seed(7)
+        module = Lit(kind_of_model().to(dtype), compiled)
+        trainer = quiet_trainer(strategy=strategy, max_epochs=2, default_root_dir=folder)
+        trainer.fit(module, data(3), data(1, seed=1))
+        return outcome(trainer, module)
+
+    return once((fit, kind_of_model, dtype, compiled), train) if strategy == "auto" else train()
 
 
 MODELS = [Encoder, Attention, Recurrent, Convolutional, Parametrized, Nested]
