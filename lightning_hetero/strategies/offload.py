@@ -28,6 +28,7 @@ from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.store.format.manifest import alignment_in
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
@@ -41,6 +42,7 @@ from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier, reference_bytes
+from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -121,6 +123,13 @@ class OffloadRun:
                     f'{device}. Pass accelerator="cpu", or leave device out.'
                 )
             lanes = StreamDevice.of(device, self.options.device_memory)
+            if lanes.is_unified and None in (self.options.device_memory, self.options.host_memory):
+                log.warning(
+                    "the memory of %s is the host's own, and the budgets of both would count it twice. Give device_memory and "
+                    "host_memory, which together have to fit: %s are free.",
+                    device,
+                    format_bytes(available_memory_bytes()),
+                )
             device = lanes.device
         plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
         self.change(replace(self.options, device=lanes, plans=plans))

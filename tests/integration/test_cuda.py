@@ -86,6 +86,16 @@ def test_mixed_precision_casts_on_the_device_that_computes(fake: FakeCuda, tmp_p
     assert_same(got, run(recipe, "auto", tmp_path))
 
 
+@pytest.mark.parametrize("options", [{}, {"host_memory": "1GiB"}, {"host_memory": "1GiB", "device_memory": "4MiB"}], ids=str)
+def test_memory_that_the_host_and_the_device_share_is_said(
+    options: dict[str, Any], fake: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.unified = True
+    on_gpu(Recipe(shape=SHAPE, steps=1), "host", tmp_path, **options)
+    said = [record.message for record in caplog.records if "would count it twice" in record.message]
+    assert len(said) == (len(options) < 2)
+
+
 def gated(module: LitModel) -> None:
     """Each block gets a weight whose gradient autograd leaves with other strides, as it does of 1 x
     1 convolutions.

@@ -163,6 +163,7 @@ class FakeCuda(Backend):
 
     def __init__(self, kind: str = "cuda", *, seed: int | None = None, refuse: int | None = 0) -> None:
         super().__init__(kind)
+        self.unified = False  # its memory is the host's own
         self.profiler = BACKENDS[kind].profiler if kind in BACKENDS else ""
         self.streams: list[Stream] = []
         self.registered: dict[int, int] = {}
@@ -201,6 +202,9 @@ class FakeCuda(Backend):
         for stream in self.streams:
             stream.end()
             assert not stream.errors, stream.errors
+
+    def is_unified(self, device: torch.device) -> bool:
+        return self.unified
 
     def page_lock(self, address: int, num_bytes: int) -> int | None:
         if self._refuse == 0:

@@ -159,3 +159,12 @@ def test_torch_knows_the_settings_that_were_chosen() -> None:
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]
+
+
+def test_drivers_say_whether_a_device_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, name in (("cuda", "is_integrated"), ("xpu", "is_integrated_gpu")):
+        for is_integrated in (0, 1):
+            properties = SimpleNamespace(**{name: is_integrated})
+            monkeypatch.setattr(getattr(torch, kind), "get_device_properties", lambda device, found=properties: found)
+            assert BACKENDS[kind].is_unified(torch.device(kind)) is bool(is_integrated)
+    assert not Backend("other").is_unified(torch.device("meta"))

@@ -62,6 +62,10 @@ class Backend:
         ask = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
         return 1.0 if ask is None else float(ask(device))
 
+    def is_unified(self, device: torch.device) -> bool:
+        """Whether the device's memory is the host's own, as the driver says."""
+        return False
+
     def page_lock(self, address: int, num_bytes: int) -> int | None:
         """Page-locks host memory that exists.
 
@@ -126,6 +130,10 @@ class _Cuda(Backend):
         if "expandable_segments" not in chosen and "backend" not in chosen:
             torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (chosen, "expandable_segments:True"))))
 
+    def is_unified(self, device: torch.device) -> bool:
+        """Whether the device's memory is the host's own, as the driver says."""
+        return bool(self._torch.get_device_properties(device).is_integrated)
+
     def page_lock(self, address: int, num_bytes: int) -> int | None:
         """Page-locks host memory that exists."""
         self._runtime = self._torch.cudart()
@@ -154,6 +162,10 @@ class _Xpu(Backend):
     profiler = "INTEL_LIBITTNOTIFY64"  # VTune's
     _itt: Value = torch.profiler.itt
     no_memory = ("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES")
+
+    def is_unified(self, device: torch.device) -> bool:
+        """Whether the device's memory is the host's own, as the driver says."""
+        return bool(getattr(torch.xpu.get_device_properties(device), "is_integrated_gpu", False))
 
     def range_begins(self, name: str) -> None:
         """A named range of this thread begins, for a profiler of the device."""

@@ -52,6 +52,11 @@ class StreamDevice:
             )
         return found
 
+    @property
+    def is_unified(self) -> bool:
+        """Whether its memory is the host's own."""
+        return self.backend.is_unified(self.device)
+
     def without(self, num_bytes: int, what: str) -> Self:
         """The device with a part of its memory left to another use, which the error names.
 
