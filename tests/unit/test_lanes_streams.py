@@ -22,6 +22,7 @@ from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, Program, doing, nothi
 from support.lanes_contract import LanesContract
 from support.streams import Event, FakeCuda
 
+from lightning_hetero._native import DONE
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.runtime.lanes import streams
@@ -249,6 +250,27 @@ def test_threads_of_lanes_use_the_device_of_the_lanes(lanes: StreamLanes, monkey
     for lane in LANES:
         lanes.submit(op(0, lane), nothing, []).wait()
     assert chosen == {(f"lightning-hetero {lane.value}", second) for lane in LANES}
+
+
+class Asleep:
+    """A ticket of the engine, which passes once somebody has slept until then."""
+
+    def __init__(self) -> None:
+        self.polls, self.passed = 0, False
+
+    def poll(self) -> int:
+        self.polls += 1
+        assert self.polls < 10, "the host asks again and again"
+        return DONE if self.passed else 0
+
+    def wait(self, what: int, timeout: float | None = None) -> None:
+        self.passed = True
+
+
+def test_the_host_sleeps_until_a_ticket_has_passed(lanes: StreamLanes) -> None:
+    ticket: Any = Asleep()
+    lanes.submit(op(0, Lane.DISK_WRITE, OpKind.STORE), lambda: [ticket], []).wait()
+    assert ticket.passed
 
 
 def test_other_memory_is_set_aside_once_nothing_is_taken(lanes: StreamLanes, fake: FakeCuda) -> None:
