@@ -209,6 +209,14 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
     assert first() == at_s
 
 
+def test_the_first_origin_of_times_has_passed(lanes: StreamLanes, fake: FakeCuda) -> None:
+    """Its time on the host's clock is read then."""
+    gate = held(fake.compute_is_late())
+    threading.Timer(0.02, gate.set).start()
+    lanes.timed = True
+    assert gate.is_set()
+
+
 def test_times_are_as_fine_after_days(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver gives the time between two events as milliseconds in fp32."""
     clock = [1000.0]
