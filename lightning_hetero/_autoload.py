@@ -21,7 +21,8 @@ from types import ModuleType
 from typing import Any
 
 _OFFLOAD = "Trains models that do not fit memory, out of core: lightning_hetero.HeteroOffloadStrategy"
-_STRATEGIES = "lightning_hetero.strategies"  # a name, as in an entry point: it is imported when a strategy is made
+# Names, as in an entry point: these are imported when a strategy is made.
+_STRATEGIES, _FABRIC = "lightning_hetero.strategies", "lightning_hetero.loops.fabric"
 # Name: (its maker there, what `Trainer --help` and the like say).
 NAMES = {
     "hetero_offload": ("make", _OFFLOAD),
@@ -33,12 +34,12 @@ NAMES = {
     "hetero_parallel_fsdp": ("make_parallel_fsdp", "The same with FSDP2: lightning_hetero.HeteroParallelFsdpStrategy"),
 }
 
-# Module: (its registry, the Trainer's namespace; None for Fabric).
-_REGISTRIES: dict[str, tuple[str, str | None]] = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", None),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", None),
+# Module: (its registry, the Trainer's namespace, whether it is Fabric's).
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch", False),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", False),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.pytorch", True),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "pytorch_lightning", True),
 }
 
 
@@ -85,20 +86,21 @@ def _register_after(loader: Loader | None) -> None:
 
 def _register(module: ModuleType) -> None:
     try:
-        registry_name, namespace = _REGISTRIES[module.__name__]
+        registry_name, namespace, is_fabric = _REGISTRIES[module.__name__]
         registry: Any = getattr(module, registry_name)
         for name, (maker, description) in NAMES.items():
             if name not in registry:
+                home = _FABRIC if is_fabric else _STRATEGIES
                 refuse = functools.partial(_refuse_fabric, name)
-                factory = refuse if namespace is None else functools.partial(_make, namespace, maker)
+                factory = refuse if is_fabric and maker != "make" else functools.partial(_make, home, namespace, maker)
                 registry.register(name, factory, description=description)
     except Exception as error:
         with contextlib.suppress(Exception):  # `-W error` must not reach the importing module
             warnings.warn(f"lightning_hetero could not register its strategies with {module.__name__}: {error!r}", stacklevel=2)
 
 
-def _make(namespace: str, maker: str, /, **options: Any) -> Any:
-    return getattr(importlib.import_module(_STRATEGIES), maker)(namespace, **options)
+def _make(home: str, namespace: str, maker: str, /, **options: Any) -> Any:
+    return getattr(importlib.import_module(home), maker)(namespace, **options)
 
 
 def _refuse_fabric(name: str, **_: Any) -> Any:

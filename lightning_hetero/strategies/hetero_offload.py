@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.planning.autoplan import Autoplan
-from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.runtime.lanes import EmulatedDevice
-from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.console import speak
@@ -22,7 +17,6 @@ from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
-from lightning_hetero.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -131,52 +125,34 @@ class HeteroOffload(_Base):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        device = checked.emulated(device)
-        autoplan, most_drift = None, checked.drift(replan_drift)
-        if (name := checked.planner_name(plan)) is not None:
-            autoplan = Autoplan(name, Machine(hardware_profile), drift=most_drift)
-        else:
-            checked.check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
-        options = SessionOptions(
-            plans=(checked.planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
+        choices = checked.choices(
+            plan,
             block_cls=block_cls,
-            host_memory=parse_bytes(host_memory, name="host_memory"),
-            device_memory=parse_bytes(device_memory, name="device_memory"),
+            weights=weights,
+            host_memory=host_memory,
+            device_memory=device_memory,
             device=device,
-            disk_path=checked.local_path("disk_path", disk_path),
-            disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
-            new_run=checked.flag("new_run", new_run),
-            allow_tmpfs=checked.flag("allow_tmpfs", allow_tmpfs),
-            allow_rotational=checked.flag("allow_rotational", allow_rotational),
-            trace=checked.flag("trace", trace),
-            on_patched=release_pages,
-            keep_every=checked.count("keep_every", keep_every, most=10**6),
-            poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
-            engine=EngineOptions(
-                io_backend=checked.one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
-                io_threads=checked.count("io_threads", io_threads),
-                update_threads=0 if update_threads is None else checked.count("update_threads", update_threads),
-                durability=checked.one_of("durability", durability, ("none", "process", "power")),
-                verify_digests=checked.flag("verify_digests", verify_digests),
-                emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
-            ),
+            disk_path=disk_path,
+            disk_capacity=disk_capacity,
+            new_run=new_run,
+            allow_tmpfs=allow_tmpfs,
+            allow_rotational=allow_rotational,
+            io_backend=io_backend,
+            io_threads=io_threads,
+            update_threads=update_threads,
+            durability=durability,
+            keep_every=keep_every,
+            verify=verify,
+            verify_digests=verify_digests,
+            link_checkpoints=link_checkpoints,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+            hardware_profile=hardware_profile,
+            replan_drift=replan_drift,
+            chunked_head=chunked_head,
+            trace=trace,
         )
-        checked.check_device_memory(options)
-        checked.check_keeping(options, link_checkpoints=link_checkpoints)
-        checked.check_excluding(exclude_frozen_parameters, link_checkpoints=link_checkpoints)
         super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
-        self.run = OffloadRun(
-            self,
-            checked.Choices(
-                options=options,
-                autoplan=autoplan,
-                weights=checked.sources(weights),
-                verify=checked.steps("verify", verify),
-                link_checkpoints=checked.flag("link_checkpoints", link_checkpoints),
-                exclude_frozen=checked.flag("exclude_frozen_parameters", exclude_frozen_parameters),
-                chunked_head=checked.flag("chunked_head", chunked_head),
-            ),
-        )
+        self.run = OffloadRun(self, choices)
 
     def setup_environment(self) -> None:
         """Finds the device that the fit computes on, which must be supported and the only one."""

@@ -60,7 +60,8 @@ class Lightning:
     def subclass(self, written: type[T], base: str, *, name: str, home: str = HOME) -> type[T]:
         """The class ``written``, which has no base class at run time, with one of the namespace.
 
-        ``base`` is such as ``"strategies.DDPStrategy"``. ``name`` gets a prefix for the namespace
+        ``base`` is such as ``"strategies.DDPStrategy"``; with ``fabric.`` before it, of Fabric.
+        ``name`` gets a prefix for the namespace
         that is not ``lightning.pytorch``. Configuration files and pickles find it in ``home``.
         """
         key = home, _PREFIX[self.name] + name
@@ -68,7 +69,8 @@ class Lightning:
             path, _, attribute = base.rpartition(".")
             ours, body = _ours(written)
             body |= {"__module__": home, "__doc__": written.__doc__, "namespace": self.name}
-            _made[key] = type(key[1], (ours, getattr(self.module(path), attribute)), body)
+            home_of_base = self.fabric(path.removeprefix("fabric.")) if path.startswith("fabric.") else self.module(path)
+            _made[key] = type(key[1], (ours, getattr(home_of_base, attribute)), body)
         made: type[T] = _made[key]
         return made
 

@@ -11,16 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
+from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planning.autoplan import Autoplan
+from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
-from lightning_hetero.units import format_bytes
+from lightning_hetero.store.live.engine_options import EngineOptions
+from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.units import format_bytes, parse_bytes
 
 REPLAN_DRIFT = 0.5  # the default
 _AUTO = "holistic"  # the planner behind plan="auto"
@@ -37,6 +42,82 @@ class Choices:
     link_checkpoints: bool = False  # checkpoints are links to the store
     exclude_frozen: bool = False  # checkpoint files have no frozen weights
     chunked_head: bool = False  # language models compute head and loss in chunks
+
+
+def choices(
+    plan: str | os.PathLike[str] | Plan = "auto",
+    *,
+    block_cls: BlockCls | None = None,
+    weights: Weights | None = None,
+    host_memory: str | int | None = None,
+    device_memory: str | int | None = None,
+    device: EmulatedDevice | None = None,
+    disk_path: str | os.PathLike[str] | None = None,
+    disk_capacity: str | int | None = None,
+    new_run: bool = False,
+    allow_tmpfs: bool = False,
+    allow_rotational: bool = False,
+    io_backend: str = "auto",
+    io_threads: int = 3,
+    update_threads: int | None = None,
+    durability: str = "process",
+    keep_every: int = 1,
+    verify: int = 0,
+    verify_digests: bool = False,
+    link_checkpoints: bool = False,
+    exclude_frozen_parameters: bool = False,
+    hardware_profile: str | os.PathLike[str] | HardwareProfile | None = None,
+    replan_drift: float | None = REPLAN_DRIFT,
+    chunked_head: bool = False,
+    trace: bool = False,
+) -> Choices:
+    """Checks the options of ``HeteroOffloadStrategy``, which says what each of them means.
+
+    Raises:
+        ConfigError: A value is not allowed, or two do not go together.
+    """
+    device = emulated(device)
+    autoplan, most_drift = None, drift(replan_drift)
+    if (name := planner_name(plan)) is not None:
+        autoplan = Autoplan(name, Machine(hardware_profile), drift=most_drift)
+    else:
+        check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
+    options = SessionOptions(
+        plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
+        block_cls=block_cls,
+        host_memory=parse_bytes(host_memory, name="host_memory"),
+        device_memory=parse_bytes(device_memory, name="device_memory"),
+        device=device,
+        disk_path=local_path("disk_path", disk_path),
+        disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
+        new_run=flag("new_run", new_run),
+        allow_tmpfs=flag("allow_tmpfs", allow_tmpfs),
+        allow_rotational=flag("allow_rotational", allow_rotational),
+        trace=flag("trace", trace),
+        on_patched=release_pages,
+        keep_every=count("keep_every", keep_every, most=10**6),
+        poison=os.environ.get("LIGHTNING_HETERO_POISON") == "1",
+        engine=EngineOptions(
+            io_backend=one_of("io_backend", io_backend, ("auto", "io_uring", "pool")),
+            io_threads=count("io_threads", io_threads),
+            update_threads=0 if update_threads is None else count("update_threads", update_threads),
+            durability=one_of("durability", durability, ("none", "process", "power")),
+            verify_digests=flag("verify_digests", verify_digests),
+            emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
+        ),
+    )
+    check_device_memory(options)
+    check_keeping(options, link_checkpoints=link_checkpoints)
+    check_excluding(exclude_frozen_parameters, link_checkpoints=link_checkpoints)
+    return Choices(
+        options=options,
+        autoplan=autoplan,
+        weights=sources(weights),
+        verify=steps("verify", verify),
+        link_checkpoints=flag("link_checkpoints", link_checkpoints),
+        exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
+        chunked_head=flag("chunked_head", chunked_head),
+    )
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:

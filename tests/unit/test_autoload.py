@@ -28,6 +28,9 @@ def put_stub():
     import lightning_hetero
     sys.modules["lightning_hetero.strategies"] = stub
     lightning_hetero.strategies = stub
+    of_fabric = types.ModuleType("lightning_hetero.loops.fabric")
+    of_fabric.make = lambda namespace, **options: ("fabric", namespace, options)
+    sys.modules["lightning_hetero.loops.fabric"] = of_fabric
 """
 
 
@@ -64,9 +67,12 @@ registries = [module.strategies.StrategyRegistry for module in (lightning.pytorc
 report["made"] = [[registry.get(name) for name in names] for registry in registries]
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+import lightning_fabric.strategies
+fabrics = (STRATEGY_REGISTRY, lightning_fabric.strategies.STRATEGY_REGISTRY)
+report["of_fabric"] = [[registry.get(name) for name in names[:2]] for registry in fabrics]
 from lightning_hetero.errors import UnsupportedError
 try:
-    STRATEGY_REGISTRY.get("hetero_offload")
+    STRATEGY_REGISTRY.get("hetero_parallel")
 except UnsupportedError as error:
     report["fabric"] = str(error)
 
@@ -101,7 +107,11 @@ def test_the_names_are_registered_without_importing_the_package(report: dict[str
         assert made == [[kind, namespace, {}] for kind in ("made", "made", "parallel", "fsdp")]
 
 
-def test_fabric_is_refused_by_name(report: dict[str, Any]) -> None:
+def test_fabric_has_its_own_strategy(report: dict[str, Any]) -> None:
+    assert report["of_fabric"] == [[["fabric", namespace, {}]] * 2 for namespace in ("lightning.pytorch", "pytorch_lightning")]
+
+
+def test_fabric_is_refused_by_name_where_it_has_none(report: dict[str, Any]) -> None:
     assert "Use Trainer(" in report["fabric"]
 
 

@@ -1,0 +1,402 @@
+"""``lightning_hetero.offload`` around plain loops: the bits of the same loop without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.machines import HARDWARE
+from support.models import Model, Shape
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import lightning_hetero
+from lightning_hetero import EmulatedDevice
+from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+
+OVERLAPS = ("none", "forward", "backward")
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randint(0, 37, (4, 5), generator=generator), torch.randint(0, 37, (4, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@dataclass
+class Run:
+    model: Model
+    optimizers: list[Optimizer]
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.optimizers[0]
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_of(self.model, batch)
+        loss.backward()
+        self.losses.append(loss.item())
+        return loss
+
+
+def simple(run: Run) -> None:
+    for batch in batches(5):
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        run.optimizer.step()
+
+
+def zero_at_end(run: Run) -> None:
+    for batch in batches(5):
+        run.backward(batch)
+        run.optimizer.step()
+        run.model.zero_grad()
+
+
+def closure(run: Run) -> None:
+    for batch in batches(4):
+
+        def compute(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
+            run.optimizer.zero_grad()
+            return run.backward(batch)
+
+        run.optimizer.step(compute)
+
+
+def scheduled(run: Run) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+    for batch in batches(4):
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        run.optimizer.step()
+        scheduler.step()
+
+
+def evaluating(run: Run) -> None:
+    for number, batch in enumerate(batches(5)):
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        run.optimizer.step()
+        if number % 2:
+            run.model.eval()
+            with torch.no_grad():
+                for other in batches(2):
+                    run.losses.append(loss_of(run.model, other).item())
+            run.losses.append(loss_of(run.model, batch).item())  # with a graph that nobody uses
+            run.model.train()
+            run.losses.append(sum(value.double().sum().item() for value in run.model.state_dict().values()))
+
+
+def accumulating(run: Run) -> None:
+    for number, batch in enumerate(batches(6)):
+        run.backward(batch)
+        if number % 2:
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=False)
+
+
+def never_zeroed(run: Run) -> None:
+    for batch in batches(4):
+        run.backward(batch)
+        run.optimizer.step()
+
+
+def clipped(run: Run) -> None:
+    for batch in batches(4):
+        run.optimizer.zero_grad()
+        run.backward(batch)
+        run.losses.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
+        run.optimizer.step()
+
+
+def scaled(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for batch in batches(4):
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
+        run.losses.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.losses.append(loss.item())
+
+
+def autocast(run: Run) -> None:
+    for batch in batches(4):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(run.model, batch)
+        loss.backward()
+        run.losses.append(loss.item())
+        run.optimizer.step()
+
+
+def two_forwards(run: Run) -> None:
+    given = list(batches(6))
+    for one, other in zip(given[::2], given[1::2], strict=True):
+        run.optimizer.zero_grad()
+        with torch.no_grad():
+            target = run.model(one[0])
+        loss = loss_of(run.model, one) + loss_of(run.model, other) + F.mse_loss(run.model(one[0]), target + 1)
+        loss.backward()
+        run.losses.append(loss.item())
+        run.optimizer.step()
+
+
+def two_backwards(run: Run) -> None:
+    for batch in batches(3):
+        run.optimizer.zero_grad()
+        loss = loss_of(run.model, batch)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        run.losses.append(loss.item())
+        run.optimizer.step()
+
+
+def by_hand(run: Run) -> None:
+    """Gradients come as results, and the loop sets them."""
+    params = list(run.model.parameters())
+    for batch in batches(3):
+        loss = loss_of(run.model, batch)
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad * 0.5
+        run.losses.append(loss.item())
+        run.optimizer.step()
+
+
+def in_parts(run: Run) -> None:
+    """The loop calls the parts of the model, not the model."""
+    model = run.model
+    for batch in batches(3):
+        run.optimizer.zero_grad()
+        x = model.embed(batch[0])
+        for block in model.blocks:
+            x = block(x)
+        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch[1].flatten())
+        loss.backward()
+        run.losses.append(loss.item())
+        run.optimizer.step()
+
+
+def interrupted(run: Run) -> None:
+    for number, batch in enumerate(batches(5)):
+        run.optimizer.zero_grad()
+        if number == 2:
+            with suppress(IndexError):
+                run.model(batch[0] + 1000)
+            continue
+        run.backward(batch)
+        run.optimizer.step()
+
+
+LOOPS = [accumulating, never_zeroed, clipped, scaled, two_forwards, two_backwards, by_hand, interrupted, evaluating]
+STEP_BY_STEP = [simple, zero_at_end, closure, scheduled, autocast, in_parts]  # step() follows each backward
+
+
+def plans(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    small = {"disk_path": tmp_path / "store"}
+    device = EmulatedDevice("2MiB")
+    return {
+        "host": {"plan": "host"},
+        "disk": {"plan": "disk", **small},
+        "device": {"plan": "host", "device": device},
+    }
+
+
+def adamw(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)]
+
+
+def sgd(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+
+
+def outcome(
+    loop: Callable[[Run], None],
+    make: Callable[[nn.Module], list[Optimizer]],
+    context: Callable[[Model, Any], Any] | None,
+    shape: Shape,
+) -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = Model(shape)
+    optimizers = make(model)
+    run = Run(model, optimizers)
+    around: AbstractContextManager[Any] = nullcontext() if context is None else context(model, optimizers)
+    torch.manual_seed(4)
+    with around:
+        loop(run)
+    return {
+        "losses": run.losses,
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "state": [copy.deepcopy(one.state_dict()["state"]) for one in optimizers],
+        "random": torch.get_rng_state(),
+        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], *, grads: bool = True) -> None:
+    assert one["losses"] == other["losses"]
+    for name, value in one["weights"].items():
+        assert torch.equal(value, other["weights"][name]), name
+    torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
+    assert torch.equal(one["random"], other["random"])
+    if grads:
+        for a, b in zip(one["grads"], other["grads"], strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "device"])
+@pytest.mark.parametrize(("loop", "overlap"), [
+    *((loop, overlap) for loop in LOOPS for overlap in OVERLAPS[:2]),
+    *((loop, overlap) for loop in STEP_BY_STEP for overlap in OVERLAPS),
+])  # fmt: skip
+def test_a_loop_has_the_bits_that_it_has_alone(loop: Callable[[Run], None], overlap: str, where: str, tmp_path: Path) -> None:
+    shape = Shape(dropout=0.1)
+    plain = outcome(loop, adamw, None, shape)
+    options = plans(tmp_path)[where]
+    ours = outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, overlap=overlap, **options), shape)
+    assert_equal(plain, ours, grads=overlap != "backward" and where != "device")
+
+
+def two_optimizers(run: Run) -> None:
+    """Both step after one backward, as with Muon and AdamW; the second of two backwards has one."""
+    for number, batch in enumerate(batches(4)):
+        for optimizer in run.optimizers:
+            optimizer.zero_grad()
+        run.backward(batch)
+        for optimizer in run.optimizers[: 2 - number % 2]:
+            optimizer.step()
+
+
+def split(model: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.SGD(matrices, lr=0.01, momentum=0.9), torch.optim.AdamW(rest, lr=0.01, fused=True)]
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "device"])
+@pytest.mark.parametrize("overlap", OVERLAPS[:2])
+@pytest.mark.parametrize(("loop", "make"), [(two_optimizers, split), (simple, sgd), (accumulating, sgd)])
+def test_other_optimizers(
+    loop: Callable[[Run], None], make: Callable[[nn.Module], list[Optimizer]], overlap: str, where: str, tmp_path: Path
+) -> None:
+    shape = Shape(dropout=0.1)
+    plain = outcome(loop, make, None, shape)
+    options = plans(tmp_path)[where]
+    if where == "device":
+        options["plan"] = "resident"  # SGD's own code runs where the weights are
+    ours = outcome(loop, make, lambda m, o: lightning_hetero.offload(m, o, overlap=overlap, **options), shape)
+    assert_equal(plain, ours, grads=where != "device")
+
+
+@pytest.mark.parametrize("planner", ["auto", "lohan"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_planner_measures_the_loop_and_plans(planner: str, overlap: str, tmp_path: Path) -> None:
+    def long(run: Run) -> None:
+        for batch in batches(9):
+            run.optimizer.zero_grad()
+            run.backward(batch)
+            run.optimizer.step()
+
+    made: list[Any] = []
+
+    def context(model: Model, optimizers: Any) -> Any:
+        made.append(lightning_hetero.offload(model, optimizers, planner, overlap=overlap, hardware_profile=HARDWARE))
+        return made[0]
+
+    plain, ours = outcome(long, adamw, None, Shape()), outcome(long, adamw, context, Shape())
+    assert_equal(plain, ours, grads=overlap != "backward")
+    assert made[0].plan.predicted is not None
+
+
+def test_overlapping_backward_refuses_a_batch_without_a_step(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"before optimizer\.step"):
+        outcome(accumulating, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
+
+
+def test_overlapping_backward_refuses_two_optimizers() -> None:
+    with pytest.raises(ConfigError, match="2 optimizers"):
+        outcome(two_optimizers, split, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
+
+
+def test_a_refused_start_leaves_the_model_as_it_was() -> None:
+    model = Model(Shape())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizers = adamw(model)
+    with pytest.raises(HeteroError, match="host_memory"):
+        lightning_hetero.offload(model, optimizers, "disk", host_memory="1KiB")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert_equal(
+        outcome(simple, adamw, None, Shape()), outcome(simple, adamw, lambda m, o: lightning_hetero.offload(m, o, "host"), Shape())
+    )
+
+
+def test_an_error_in_the_loop_gives_the_model_back() -> None:
+    model = Model(Shape())
+    optimizers = adamw(model)
+
+    def interrupted() -> None:
+        with lightning_hetero.offload(model, optimizers, "disk"):
+            loss_of(model, next(batches(1))).backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    assert type(next(model.parameters())) is nn.Parameter
+    for batch in batches(2):
+        loss_of(model, batch).backward()
+        optimizers[0].step()
+
+
+def test_a_folder_is_read_into_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(3)
+    whole = Model(Shape(counting=False))
+    save_file({name: value.contiguous() for name, value in whole.state_dict().items()}, tmp_path / "model.safetensors")
+    expected = Run(whole, adamw(whole))
+    simple(expected)
+    with torch.device("meta"):
+        empty = Model(Shape(counting=False))
+    for block in empty.blocks:
+        block.calls = torch.zeros((), dtype=torch.long)
+    with lightning_hetero.offload(empty, lambda model: adamw(model)[0], "disk", weights=tmp_path / "model.safetensors") as loop:
+        run = Run(empty, list(loop.optimizers))
+        simple(run)
+    assert run.losses == expected.losses
+    assert all(torch.equal(value, empty.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_model_is_evaluated_without_optimizers() -> None:
+    model = Model(Shape()).eval()
+    batch = next(batches(1))
+    expected = model(batch[0])
+    with lightning_hetero.offload(model, plan="disk"):
+        for _ in range(3):
+            assert torch.equal(model(batch[0]), expected)
+    assert torch.equal(model(batch[0]), expected)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"keep_every": 2}, "needs Lightning's Trainer"),
+    ({"hostmemory": 3}, "Did you mean 'host_memory'"),
+    ({"overlap": "all"}, "allowed"),
+])  # fmt: skip
+def test_options_of_other_loops_are_refused(options: dict[str, Any], said: str) -> None:
+    model = Model(Shape())
+    with pytest.raises(ConfigError, match=said):
+        lightning_hetero.offload(model, adamw(model), "host", **options)
