@@ -128,6 +128,11 @@ class Directories:
         states = None if store is None else store.files.states
         return int(min(free, self.beside_bytes() - (0 if states is None else states.num_bytes)))
 
+    def allowed(self, store: TierStore | None) -> tuple[int, int]:
+        """Bytes of the plan's files, and the most that they may take; nothing without files."""
+        files = self.disk_bytes
+        return (files, files + self.room_bytes(store)) if files else (0, 0)
+
     def beside_bytes(self) -> float:
         """Bytes that ``disk_capacity`` allows beside the files of the plan in force."""
         capacity = self.options.disk_capacity

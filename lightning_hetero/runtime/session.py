@@ -26,7 +26,7 @@ from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.combined import members, obstacle
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
-from lightning_hetero.runtime.announcement import announce
+from lightning_hetero.runtime.announcement import Allowed, announce
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
 from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
@@ -179,7 +179,9 @@ class Session(Budgets):
         self._watch(executor)
         self._started = True
         disk = f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
-        announce(placement, self.blocks, on_device=executor.device is not None, trains=self._trains, disk=disk, begin_s=begin_s)
+        rooms = self._directories.allowed(self.store)
+        allowed = Allowed(self.device_memory, self.host_memory(), self.options.host_memory is not None, *rooms)
+        announce(placement, placer, self.blocks, allowed, trains=self._trains, disk=disk, begin_s=begin_s)
 
     def _opened_store(self, placement: Placement, chunk_bytes: int) -> TierStore:
         ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_hetero import callbacks
+from lightning_hetero.clock import now_s
 from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
@@ -22,6 +23,7 @@ from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.optim import early_state
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime import quantized, quantizing
+from lightning_hetero.runtime.announcement import summarize
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.lanes.stream_device import StreamDevice
@@ -73,6 +75,7 @@ class OffloadRun:
         self._heads: ChunkedCausalLMs | None = None  # from setup to teardown
         self._callback: callbacks.PlanningCallback | None = None  # of the current or the last fit
         self._imported: weakref.ref[nn.Module] | None = None  # the model that got its weights from files
+        self._began: tuple[float, int] | None = None  # when the first batch of the fit began, and the steps before it
         self._last_plan: Plan | None = None
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
@@ -304,13 +307,13 @@ class OffloadRun:
     def train_starts(self) -> None:
         """Continues where the store's last step ended."""
         state = None if self.training is None else self.training.state
-        if state is None:
-            return
-        resumed, self.checkpoints.resumed = self.checkpoints.resumed, None
-        if resumed is None:
-            state.data.follow()
-        else:
-            go_on(self.module.trainer, resumed, state.data)
+        if state is not None:
+            resumed, self.checkpoints.resumed = self.checkpoints.resumed, None
+            if resumed is None:
+                state.data.follow()
+            else:
+                go_on(self.module.trainer, resumed, state.data)
+        self._began = now_s(), self.module.trainer.global_step
 
     def evaluate(self, plain: Callable[[], _T]) -> _T:
         """Runs a batch that only reads weights."""
@@ -368,6 +371,7 @@ class OffloadRun:
             self._forget_session(self.session)
         if self.session is None:
             self._let_go_of_layers()
+        self._summarize()
         strategy = self.strategy
         if strategy.root_device.type != "cpu" and strategy.lightning_module is not None:
             move_rest(strategy.lightning_module, torch.device("cpu"))
@@ -381,6 +385,15 @@ class OffloadRun:
         for layer in self._quantized:
             layer.remove()
         self._quantized = []
+
+    def _summarize(self) -> None:
+        """Says what a fit has taken, unless it was interrupted."""
+        began, self._began, plan, trainer = self._began, None, self._last_plan, self.trainer
+        if began is None or plan is None or trainer is None or self._failed:
+            return
+        (begin_s, first), error = began, self.prediction_error().get("step_time_error")
+        steps, seconds = trainer.global_step - first, now_s() - begin_s
+        log.info("%s", summarize(plan.name, steps=steps, seconds=seconds, report=self.memory_report(), error=error))
 
     def _warn_of_lost_step(self, trainer: pl.Trainer) -> None:
         steps = None if self.session is None else self.session.steps

@@ -4,11 +4,19 @@ rank zero.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from support.models import quiet_trainer
 from support.scripts import run_script
+
+from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
 
 SCRIPT = """
 import importlib, logging, sys
@@ -55,6 +63,10 @@ def test_where_things_live_is_said_without_any_configuration(namespace: str, tmp
     assert "weights of 3 blocks on disk" in line
     assert str(tmp_path / "store") in line
     assert "in place after" in line
+    (over,) = [line for line in shown.splitlines() if "the fit is over" in line]
+    assert "6 steps in" in over
+    assert "the last plan was 'disk'" in over
+    assert "written" in over
 
 
 @pytest.mark.parametrize(
@@ -90,3 +102,44 @@ def test_the_first_batches_and_the_search_are_said(tmp_path: Path) -> None:
     shown = heard(tmp_path, options="plan='auto'")
     expected = ("4 batches are measured", "searching", "plan 'holistic', made in", "in place after", "predicted: a step in")
     assert [text for text in expected if text not in shown] == []
+
+
+class Wide(pl.LightningModule):
+    """24 blocks with 257 KiB of weights each, 24 MiB in all with gradients and state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(24)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "why"),
+    [
+        ({"plan": "host"}, ["memory"], "everything fits memory, so offloading has nothing to gain here"),
+        ({"plan": "disk"}, ["memory", "disk"], "the plan says so. Everything would fit memory"),
+        ({"plan": "disk", "host_memory": "16MiB"}, ["memory", "disk"], r"all of it needs .* of memory, .* more than allowed"),
+        ({"plan": "resident", "device": EmulatedDevice("64MiB")}, ["device", "host"], "everything fits the device's memory"),
+        ({"plan": "host", "device": EmulatedDevice("64MiB")}, ["device", "host"], "Everything would fit the device's memory"),
+        ({"plan": "host", "device": EmulatedDevice("8MiB")}, ["device", "host"], "all of it needs .* of the device's memory"),
+    ],
+    ids=["fits", "asked for", "too large", "on a device", "below a device", "larger than a device"],
+)
+def test_a_table_says_what_each_tier_holds_and_why(
+    options: dict[str, Any], rows: list[str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = quiet_trainer(strategy=HeteroOffloadStrategy(**options), max_steps=2, default_root_dir=tmp_path)
+    with caplog.at_level(logging.INFO, logger="lightning_hetero"):
+        trainer.fit(Wide(), torch.utils.data.DataLoader(torch.randn(4, 256), batch_size=2))
+    (said,) = [record.getMessage() for record in caplog.records if "in place after" in record.getMessage()]
+    _, table, reason = said.split("\n\n")
+    head, *lines = table.splitlines()
+    assert head.split("  ")[0] == " tier"
+    assert [line.split()[0] for line in lines] == rows
+    assert all(len(line) <= 80 for line in (head, *lines))
+    assert re.search(why, reason)
