@@ -11,8 +11,9 @@ memory is that of one layer.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles
 from lightning_hetero.errors import ConfigError, UnsupportedError
+
+log = logging.getLogger(__name__)
 
 _CONTAINERS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "ia3_l")
 _KINDS = {"LORA": "lora_", "IA3": "ia3_"}  # PEFT's types that can be merged here, and how their tensors are named
@@ -222,7 +225,14 @@ class _Source:
         One of ``modules_to_save`` is no longer tied to others, which keep the base's. Others are
         base weights that PEFT has saved with the adapter.
         """
-        target = self._named(name, [*self._base, *self._ties])
+        known = [*self._base, *self._ties]
+        if _is_saved(adapter.config, name) and not any(one == name or one.endswith(f".{name}") for one in known):
+            raise ConfigError(
+                f"adapter {adapter.where} has its own {name!r}, which these weights do not have. If it is a head that is tied to "
+                f"the embedding in the base, merge a checkpoint of the run, or in memory, with merge_and_unload(). Otherwise give "
+                f"the weights that the adapter was trained for."
+            )
+        target = self._named(name, known)
         old = self._base[self._ties.get(target, target)]
         if old.shape != tensor.shape:
             raise ConfigError(
@@ -301,12 +311,15 @@ def _layers(
     if not found:
         return {}
     name = adapter.name or "default"
+    others = _other_matrices(found, base) if casts else set()  # in a model, PEFT has given adapters to all that it names
     tree = nn.Module()
-    for layer, tensors in found.items():
+    for layer in sorted({*found, *others}):  # a module comes before those inside it
         own = {key: base[f"{layer}.{key}"] for key in ("weight", "bias") if f"{layer}.{key}" in base}
-        _put(tree, layer, _plain(layer, own, tensors, turned=bool(getattr(adapter.config, "fan_in_fan_out", False))))
+        turned = bool(getattr(adapter.config, "fan_in_fan_out", False))
+        _put(tree, layer, _plain(layer, own, found.get(layer, ()), turned=turned))
     inject = _peft("merge an adapter").inject_adapter_in_model
     inject(adapter.config, tree, name, low_cpu_mem_usage=True)
+    _warn_of_bare([layer for layer, module in tree.named_modules() if layer in others and "base_layer" in module._modules], adapter)
     made = {}
     for layer, tensors in found.items():
         module = tree.get_submodule(layer)
@@ -327,6 +340,22 @@ def _layers(
                 )
         made[layer] = _Layer(module, name, own, tensors, casts=casts)
     return made
+
+
+def _other_matrices(found: Collection[str], base: Mapping[str, TensorToWrite]) -> set[str]:
+    """The layers of the base that an adapter could be for, without those that it is for."""
+    matrices = {name for name, tensor in base.items() if len(tensor.shape) == 2 and tensor.dtype.is_floating_point}
+    return {name.removesuffix(".weight") for name in matrices if name.endswith(".weight")}.difference(found)
+
+
+def _warn_of_bare(layers: Sequence[str], adapter: Adapter) -> None:
+    """Names layers with an adapter by the configuration and none in the folder, as PEFT does."""
+    if layers:
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        log.warning(
+            "Adapter %s has no tensors for %s%s, which its configuration names: they keep the base's weights. The adapter may be "
+            "for another model.", adapter.where, ", ".join(map(repr, layers[:3])), more,
+        )  # fmt: skip
 
 
 def _plain(layer: str, own: Mapping[str, TensorToWrite], tensors: Iterable[str], *, turned: bool) -> nn.Module:

@@ -148,6 +148,25 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         export_weights(directory, tmp_path / "out", merge=tmp_path / "adapter")
 
 
+def test_layers_of_the_base_that_the_adapter_lacks_are_named_and_keep_their_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = llama.save(tmp_path / "weights")
+    torch.manual_seed(1)
+    for layers in (1, 3):
+        made = peft.get_peft_model(llama.LlamaForCausalLM(llama.config(layers=layers)), lora(init_lora_weights=False))
+        made.save_pretrained(tmp_path / str(layers))
+    export_weights(directory, tmp_path / "all", merge=tmp_path / "3")
+    assert not caplog.messages
+    export_weights(directory, tmp_path / "one", merge=tmp_path / "1")
+    (message,) = caplog.messages
+    assert "has no tensors for 'model.layers.1.mlp.down_proj', 'model.layers.1.self_attn.q_proj'" in message
+    assert "and 3 more, which its configuration names: they keep the base's weights" in message
+    merged, before = load_file(tmp_path / "one" / "model.safetensors"), load_file(directory / "model.safetensors")
+    changed = {name for name, value in before.items() if not torch.equal(merged[name], value)}
+    assert changed == {f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")}
+
+
 def test_several_active_adapters_are_refused(tmp_path: Path) -> None:
     model = peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), lora())
     model.add_adapter("other", lora(r=2))
@@ -247,7 +266,7 @@ def test_a_copy_of_a_tied_weight_is_no_longer_tied(saved: list[str], tmp_path: P
     export_weights(module, tmp_path / "of model", module="model", merge=True)
     export_weights(tmp_path / "x.ckpt", tmp_path / "of file", module="model", merge=tmp_path / "adapter")
     for source, path in (("store", tmp_path / "store"), ("base", directory)):
-        with pytest.raises((UnsupportedError, ConfigError), match=r"head is tied|which the model does not have"):
+        with pytest.raises((UnsupportedError, ConfigError), match=r"head is tied|If it is a head that is tied to the embedding"):
             export_weights(path, tmp_path / source, module="model" if source == "store" else "", merge=tmp_path / "adapter")
     expected = by_peft(module.model)
     same(tmp_path / "of model", expected)
