@@ -4,9 +4,9 @@
 PEFT wraps layers of a pretrained model. The wrapped layer is the wrapper's ``base_layer`` or
 ``original_module``, ``modules_to_save`` has a trained copy of it for each adapter, and the whole
 model is ``base_model.model``. The files have none of these names, so ``X.base_layer.weight`` is the
-file's ``X.weight``. All other parameters of a layer with a ``base_layer``, and those of a
-``prompt_encoder``, belong to the adapter: files of the pretrained model do not have them, and they
-are initialized as PEFT does it.
+file's ``X.weight``. A copy of a tied weight begins with the weight that it was tied to. All other
+parameters of a layer with a ``base_layer``, and those of a ``prompt_encoder``, belong to the
+adapter: files of the pretrained model do not have them, and they are initialized as PEFT does it.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ class ModelWeights:
             aliases.setdefault(id(target), []).append(name)
         missing = []
         in_files = {name: found for name in mine if (found := _in_files(name, files)) is not None}
+        for name in mine.keys() - in_files.keys():
+            if (tied := next((n for n in aliases.get(id(mine.get(_original(name))), ()) if n in in_files), None)) is not None:
+                in_files[name] = in_files[tied]
         for names in aliases.values():
             stored = [files.tensors[in_files[n]] for n in names if n in in_files]
             if not stored:
@@ -174,6 +177,12 @@ def _without_wrappers(name: str) -> str:
         elif part not in ("base_layer", "original_module"):
             kept.append(part)
     return ".".join(kept)
+
+
+def _original(name: str) -> str:
+    """The name of the weight of which PEFT has made this copy; it may be tied."""
+    before, found, after = name.partition(".modules_to_save.")
+    return f"{before}.original_module.{after.partition('.')[2]}" if found else ""
 
 
 def _in_files(name: str, files: WeightFiles) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import quiet_trainer
+from support.models import Outcome, assert_same, outcome, quiet_trainer
 from torch import Tensor
 
 from lightning_hetero import EmulatedDevice
@@ -206,6 +206,37 @@ def test_training_goes_as_from_a_model_in_memory(plan: str, directory: Path, tmp
     assert all(
         torch.equal(*pair) for pair in zip(fit(on_meta(WRAPS["dora"], kind=Given), hetero(plan, directory)), expected, strict=True)
     )
+
+
+@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]], ids=" and ".join)
+@pytest.mark.parametrize(("plan", "inside"), [("disk", True), ("device", False)], ids=["wrapped on meta", "wrapped later"])
+def test_trained_copies_of_tied_weights_begin_with_these(plan: str, saved: list[str], inside: bool, tmp_path: Path) -> None:
+    """The head of such a model is in no file under its own name."""
+    directory = llama.save(tmp_path / "weights", tied=True)
+    wrap = lora(modules_to_save=saved, target_modules=["q_proj"])
+
+    def fit(build: Callable[[], Any], strategy: Any) -> Outcome:
+        class Given(Module):
+            def on_train_start(self) -> None:
+                with torch.no_grad():
+                    for name, param in self.model.named_parameters():
+                        if "lora_" in name:
+                            param.fill_(0.1)
+
+        module = Given(build)
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, gradient_clip_val=0.5, default_root_dir=tmp_path)
+        trainer.fit(module, llama.batches())
+        return outcome(trainer, module)
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            model = llama.LlamaForCausalLM(llama.config(tied=True))
+            model = wrap(model) if inside else model
+        return model if inside else wrap(model)
+
+    chosen = {"device": EmulatedDevice(memory="8MiB")} if plan == "device" else {"plan": plan}
+    expected = fit(lambda: wrap(llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)), "auto")
+    assert_same(fit(on_meta, HeteroOffloadStrategy(weights=directory, **chosen)), expected)
 
 
 @pytest.mark.parametrize("plan", ["resident", "host", "disk"])
