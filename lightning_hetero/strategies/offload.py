@@ -116,8 +116,10 @@ class OffloadRun:
         """Prepares for the device that the fit computes on, and returns it with its number.
 
         Raises:
-            ConfigError: The user also asked for an emulated device.
+            ConfigError: The user also asked for an emulated device. Or a callback would copy a
+                model that has no weights yet.
         """
+        self._check_averaging()
         lanes = self.choices.options.device
         if device.type != "cpu":
             if lanes is not None:
@@ -137,6 +139,20 @@ class OffloadRun:
         plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
         self.change(replace(self.options, device=lanes, plans=plans))
         return device
+
+    def _check_averaging(self) -> None:
+        """Lightning's callbacks that average weights copy the whole model before it gets memory."""
+        module, trainer = self.module, self.trainer
+        if trainer is None or not lightning_of(trainer).is_fit(trainer):
+            return
+        kind = lightning_of(trainer).module("callbacks").WeightAveraging
+        found = next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, kind)), None)
+        if found is not None and (self._reads_files or any(p.is_meta for p in module.parameters())):
+            raise ConfigError(
+                f"{found} copies the model as the fit begins, and a model on the meta device has no weights before the strategy "
+                f"reads them. Build the model in memory and leave weights out, or average the weights in a callback that begins "
+                f"in on_train_start."
+            )
 
     def change(self, options: SessionOptions) -> None:
         """Sets other options, also those of the session under way."""
@@ -263,9 +279,11 @@ class OffloadRun:
     def _content(self) -> ModelWeights | None:
         """The files that the model's first setup reads. Later setups keep the trained weights."""
         module, weights = self.module, self.choices.weights
-        if weights is None or (self._imported is not None and self._imported() is module):
-            return None
-        return ModelWeights(module, weights, strict=module.strict_loading)
+        return ModelWeights(module, weights, strict=module.strict_loading) if weights is not None and self._reads_files else None
+
+    @property
+    def _reads_files(self) -> bool:
+        return self.choices.weights is not None and (self._imported is None or self._imported() is not self.module)
 
     def _verifier(self) -> Verifier | None:
         steps = self.choices.verify

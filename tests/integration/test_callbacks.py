@@ -30,7 +30,7 @@ from support.unfreezing import Unfreezing
 from torch import Tensor, nn
 
 from lightning_hetero import HeteroOffloadStrategy
-from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.errors import ConfigError, OffloadedAccessError, OutOfMemoryBudgetError
 
 KINDS = ["host", "disk", "tight"]
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
@@ -239,6 +239,18 @@ def test_stochastic_weight_averaging(kind: str, factory: Any, tmp_path: Path) ->
 def test_exponential_moving_average(kind: str, tmp_path: Path) -> None:
     make = partial(EMAWeightAveraging, decay=0.9)
     assert_same_as_plain(kind, lambda strategy: fit_epochs(strategy, tmp_path, make))
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": {"model": "weights"}}], ids=["on meta", "from files"])
+def test_averaging_a_model_that_has_no_weights_yet_is_refused_by_name(options: Any, tmp_path: Path) -> None:
+    """Lightning copies the model before the strategy allocates it."""
+    with torch.device("cpu" if options else "meta"):
+        module = LitModel(Recipe())
+    trainer = quiet_trainer(
+        strategy=HeteroOffloadStrategy("disk", **options), callbacks=[EMAWeightAveraging(decay=0.9)], default_root_dir=tmp_path
+    )
+    with pytest.raises(ConfigError, match=r"EMAWeightAveraging copies the model .* no weights before the strategy reads them"):
+        trainer.fit(module, data(3))
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
