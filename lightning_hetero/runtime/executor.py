@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateOrder
-from lightning_hetero.ir.schedule import OpKind, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.ir.schedule import Phase, Schedule, StepSignature, Updates
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
@@ -486,11 +486,7 @@ class Executor:
             end.handed()
         for block in self.blocks:
             bring_back_all(block)
-
-        def latest(kind: OpKind, block: int) -> Event | None:
-            return self.handlers.ends.get((kind, block)) or self._before.get((kind, block))
-
-        self.residency.wait_for_record(latest, whole=whole)
+        self.residency.wait_for_record(self._before | self.handlers.ends, whole=whole)
         if whole:
             self.mirror()
         with self.context.run.turn:

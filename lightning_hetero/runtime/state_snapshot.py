@@ -187,10 +187,7 @@ class _Captured:
     stride: tuple[int, ...]  # of the content
     snapshot: StateSnapshot
     place: FileRun | int  # in the links to the store, or in the file of copies
-
-    @property
-    def address(self) -> None:
-        return None
+    address = None
 
     def write(self, value: Tensor) -> NoReturn:
         raise OffloadedAccessError(f"{self.name!r} is being saved as it was; write to the model's own parameter instead.")

@@ -176,6 +176,7 @@ class StateSource(_OfParameter):
 
     array: int
     key: str
+    address = None  # state has none of its own
 
     @property
     def name(self) -> str:
@@ -186,10 +187,6 @@ class StateSource(_OfParameter):
     def dtype(self) -> torch.dtype:
         """All state arrays are fp32."""
         return torch.float32
-
-    @property
-    def address(self) -> None:
-        """State has no address of its own."""
 
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
@@ -276,10 +273,7 @@ class BlobSource(_Source):
     name: str
     shape: torch.Size
     dtype: torch.dtype
-
-    @property
-    def address(self) -> None:
-        """A blob has no address of its own."""
+    address = None  # a blob has none of its own
 
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""

@@ -141,26 +141,14 @@ class HostGradients:
 
     # ---- the update ------------------------------------------------------------------------------
 
-    def __contains__(self, param: object) -> bool:
-        """Whether the parameter's gradient has left the device, or is leaving."""
-        return id(param) in self._held
-
     def ids(self) -> KeysView[int]:
-        """The parameters for which that holds, by ``id``."""
+        """The parameters whose gradient has left the device, or is leaving, by ``id``."""
         return self._held.keys()
 
     def are_left(self, block: Block) -> bool:
         """Whether the block has gradients on the device that GRAD would take."""
         grads = chain.from_iterable(map(grads_of, block.parts))
         return any(grad is not None and type(grad) is not HostGradient and grad.numel() for grad in grads)
-
-    def gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The parameter's gradient in host memory, once its GRAD has ended; ``None`` without one.
-
-        It is dense, and in the parameter's memory order.
-        """
-        held = self._held.get(id(param))
-        return None if held is None else held.value()
 
     def claim(self, params: Iterable[nn.Parameter], *, keep: bool = False) -> Claim:
         """An update is issued for these gradients, which belong to it even before GRAD has ended.
@@ -291,7 +279,7 @@ class Claim:
         return id(param) in self._held
 
     def gradient(self, param: nn.Parameter) -> Tensor:
-        """The parameter's gradient, as :meth:`HostGradients.gradient`."""
+        """The parameter's gradient in host memory, dense and in its order, once GRAD has ended."""
         return self._held[id(param)].value()
 
     def used(self, ticket: Ticket | None) -> None:

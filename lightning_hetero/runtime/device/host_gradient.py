@@ -51,14 +51,12 @@ class Held:
 class GradientSource:
     """A held gradient as a handle reads and writes it (``handles.offloaded_tensor.Source``)."""
 
+    address = None  # it may not have arrived yet
+
     def __init__(self, held: Held, wait: Callable[[Block], None]) -> None:
         self.held, self._wait = held, wait
         self.name = f"{held.part.names[held.index]}.grad"
         self.shape, self.dtype = held.param.shape, held.dtype
-
-    @property
-    def address(self) -> None:
-        """``None``: it may not have arrived yet."""
 
     def live(self) -> Tensor:
         """The host memory itself, once the gradient is there."""

@@ -15,7 +15,7 @@ waits before it begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -161,12 +161,12 @@ class Residency(ABC):
     def set_aside(self, num_bytes: int) -> None:
         """Reserves another amount of device memory; if it differs, everything leaves the device."""
 
-    def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
+    def wait_for_record(self, latest: Mapping[tuple[OpKind, int], Event], *, whole: bool) -> None:
         """Between two batches: waits for the weights and state that the record of a step names.
 
         The engine itself writes a record after everything of its own that the record names.
 
-        ``latest`` returns the latest op of a kind and block. ``whole``: the step is kept.
+        ``latest`` has the latest op of each kind and block. ``whole``: the step is kept.
         """
 
     def lends(self, block: Block) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from lightning_hetero._native import Ticket
@@ -234,17 +234,15 @@ class DeviceResidency(Residency):
 
     # ---- a step that is kept ---------------------------------------------------------------------
 
-    def wait_for_record(self, latest: Callable[[OpKind, int], Event | None], *, whole: bool) -> None:
+    def wait_for_record(self, latest: Mapping[tuple[OpKind, int], Event], *, whole: bool) -> None:
         """Waits for weights and state of the record that the device has updated for the host."""
         behind = False
         for block in self._blocks:
             changed = whole and self._side.weights.changed(block)  # also copies moved weights back
             if self._is_written_back(block):
                 behind |= changed
-            elif whole or block.weights_on_disk:
-                last = latest(OpKind.SWAP_OUT, block.index)
-                if last is not None:
-                    last.wait()
+            elif (whole or block.weights_on_disk) and (last := latest.get((OpKind.SWAP_OUT, block.index))) is not None:
+                last.wait()
         if behind:  # user code has written to weights that the CPU has updated
             self._lanes.drain()
 
