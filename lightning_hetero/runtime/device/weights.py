@@ -88,8 +88,7 @@ class DeviceWeights:
         """
         for part in block.parts:
             self._reclaim(part)
-            copy = self._copies.get(part)
-            if copy is not None and self._changed(part, copy):
+            if (copy := self._newer(part)) is not None:
                 self._lanes.copy(_host(part), _flat(part, copy.memory))
                 self._agree(copy, own_versions(part))
             self._unbind(part)
@@ -105,10 +104,9 @@ class DeviceWeights:
         Weights that are there already are renewed in their place; for others memory is taken.
         """
         for part in block.parts:
-            known = self._copies.get(part)
-            if known is not None and self._changed(part, known):
+            if self._newer(part) is not None:
                 continue  # user code has written to the device's weights since the update
-            copy = known or self._take(part, kept=False)
+            copy = self._copies.get(part) or self._take(part, kept=False)
             seen = own_versions(part)
             self._lanes.copy(_flat(part, copy.memory), _host(part))
             self._agree(copy, seen)
@@ -134,8 +132,7 @@ class DeviceWeights:
 
     def lend(self, part: Part) -> bool:
         """Copies the part to host memory if the device's weights are newer; returns whether."""
-        copy = self._copies.get(part)
-        if copy is None or not self._changed(part, copy):
+        if (copy := self._newer(part)) is None:
             return False
         for ticket in writes_of(part):  # they read host memory
             ticket.wait()
@@ -192,8 +189,7 @@ class DeviceWeights:
         """
         for part in block.parts:
             self._reclaim(part)
-        pairs = ((part, self._copies.get(part)) for part in block.parts)
-        return any(copy is not None and self._changed(part, copy) for part, copy in pairs)
+        return any(self._newer(part) is not None for part in block.parts)
 
     def is_user_written(self, block: Block) -> bool:
         """After :meth:`changed`: whether user code has changed the device's weights."""
@@ -226,8 +222,7 @@ class DeviceWeights:
 
     def newest(self, part: Part, index: int) -> Tensor | None:
         """A fresh CPU tensor with a parameter's weights if the device's are newer; or ``None``."""
-        copy = self._copies.get(part)
-        if copy is None or not self._changed(part, copy):
+        if (copy := self._newer(part)) is None:
             return None
         return torch.empty_strided(copy.views[index].shape, copy.views[index].stride(), dtype=part.dtype).copy_(copy.views[index])
 
@@ -294,8 +289,10 @@ class DeviceWeights:
         if part.moved:
             bring_back(part)
 
-    def _changed(self, part: Part, copy: _Copy) -> bool:
-        return copy.newer or (not copy.outdated and copy.versions != versions(part))
+    def _newer(self, part: Part) -> _Copy | None:
+        """The device's copy if it is newer than the host's."""
+        copy = self._copies.get(part)
+        return copy if copy is not None and (copy.newer or (not copy.outdated and copy.versions != versions(part))) else None
 
     def _agree(self, copy: _Copy, seen: int) -> None:
         copy.newer, copy.outdated, copy.written, copy.versions = False, False, False, seen
