@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,16 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     return [set(circle) for circle in found]
 
 
-GRAPH = {name: imports(path, set(modules(PACKAGE))) - {name} for name, path in modules(PACKAGE).items()}
+@cache
+def circles_of_package() -> list[set[str]]:
+    known = modules(PACKAGE)
+    return circles({name: imports(path, set(known)) - {name} for name, path in known.items()})
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_make_no_circle(room: str) -> None:
     prefix = f"{PACKAGE.name}.{room}"
-    assert [c for c in circles(GRAPH) if any(m == prefix or m.startswith(prefix + ".") for m in c)] == []
+    assert [c for c in circles_of_package() if any(m == prefix or m.startswith(prefix + ".") for m in c)] == []
 
 
 def test_only_the_table_of_public_names_mentions_parallel_training() -> None:
