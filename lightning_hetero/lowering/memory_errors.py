@@ -74,7 +74,7 @@ _KNOBS = {
     Purpose.ACTIVATIONS: "a smaller batch",
     Purpose.GRADIENTS: "gradient_depth; no clipping by norm, no accumulation",
     Purpose.BUCKETS: "a smaller bucket_cap_mb",
-    Purpose.STAGING: "nothing on disk; or blocks of fewer than 262,144 parameters (block_cls)",
+    Purpose.STAGING: "blocks of fewer than 262,144 parameters (block_cls)",
     Purpose.CACHE: "smaller blocks (block_cls), host_cache_bytes",
     Purpose.READING: "layers made in bfloat16: one is read in its dtype, twice, and quantized",
 }
