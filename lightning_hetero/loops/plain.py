@@ -22,7 +22,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
+from lightning_hetero.loops.gradients import GradientsInUse, keep_host_gradients
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
 from lightning_hetero.runtime import quantized, quantizing
@@ -144,15 +145,18 @@ class OffloadedLoop:
         self.model, self._overlap, self._autoplan = model, overlap, choices.autoplan
         self._batches = 0  # since the last optimizer step
         self._step_batches = 1  # of that step
+        self._has_ended = False  # the context; a model that does not fit memory is on disk still
         self._is_open = False  # a training batch is under way
         self._evaluates = False  # batches without gradients are under way
         self._in_backward = self._had_backward = False
+        self._in_use = GradientsInUse()
         self._hooks: list[weakref.ref[partial[None]]] = []  # of the graph of the batch under way
         self._looking: AbstractContextManager[None] | None = None  # the profiler, at a forward or backward
         self._handles: list[RemovableHandle] = []
         self._last_plan: Plan | None = None
         self.optimizers: tuple[Optimizer, ...] = ()
         self._quantized: list[quantized.Handle] = []
+        _refuse_second(model)
         quantized.quantize(model)
         quantizing.unpack(model)
         files = None if choices.weights is None else ModelWeights(model, choices.weights)
@@ -188,6 +192,7 @@ class OffloadedLoop:
             handle.remove()
         self._quantized = quantized.follow(self.model)
         self._clock = StepClock(self._executor.lanes.now)
+        _LOOPS.add(self)
         self._handles = self._observe()
 
     @property
@@ -276,8 +281,9 @@ class OffloadedLoop:
     def _backward_begins(self, _: Tensor) -> None:
         if self._in_backward:
             return
+        self._in_use.check(running=self._executor.updates_run)
         self._in_backward = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         profiler = None if self._autoplan is None else self._autoplan.profiler
         self._look(None if profiler is None else profiler.backward())
         self._executor.backward_starts()
@@ -288,12 +294,27 @@ class OffloadedLoop:
         self._in_backward, self._had_backward = False, True
         self._executor.check_gradients()
 
+    def _backward_failed(self) -> None:
+        """An exception has left backward. Gradients until then stay, as in PyTorch."""
+        if self.is_open:
+            self._executor.backward_ends()
+            self._look(None)
+            self._in_backward, self._had_backward = False, True
+            self._executor.show_gradients()
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for block in self.session.blocks:
+            for part in block.parts:
+                yield from zip(part.names, part.params, strict=True)
+
     def _step_begins(self, optimizer: Optimizer) -> None:
-        if not self._executor.armed:
-            self._executor.arm(self.session.binding_of(optimizer))
+        self._executor.arm(self.session.binding_of(optimizer))
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self._executor.arm(None)
+        if self._overlap == "forward" and self._executor.device is None:  # a device's updates read copies
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._in_use.stepped((name, p) for name, p in self._named() if id(p) in mine)
         self._step_batches, self._batches = max(1, self._batches), 0
         if optimizer is self.optimizers[-1]:
             self._end_batch(stepped=True)
@@ -307,7 +328,7 @@ class OffloadedLoop:
             return
         self._is_open, self._hooks = False, []
         self._look(None)
-        if self._executor.armed:
+        if self._overlap == "backward" and self._executor.armed:
             self._executor.arm(None)
             raise UnsupportedError(
                 'overlap="backward", and another batch begins before optimizer.step(): updates of the batch before have begun. '
@@ -325,7 +346,7 @@ class OffloadedLoop:
     @property
     def is_open(self) -> bool:
         """Whether the model is under the runtime: until :meth:`close`."""
-        return self.session.executor is not None
+        return self.session.executor is not None and not self._has_ended
 
     @property
     def plan(self) -> Plan | None:
@@ -349,7 +370,7 @@ class OffloadedLoop:
         """
         if not self.is_open:
             return
-        self._last_plan = self._executor.plan
+        self._last_plan, self._has_ended = self._executor.plan, True
         for handle in (*self._handles, *self._quantized):
             handle.remove()
         self._handles, self._quantized = [], []
@@ -358,6 +379,7 @@ class OffloadedLoop:
             self._autoplan.abandon_batch()
         self._executor.arm(None)
         try:
+            keep_host_gradients(param for _, param in self._named())
             self.session.stop()
         except Exception:
             if not failed:
@@ -370,6 +392,39 @@ class OffloadedLoop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(failed=kind is not None)
+
+
+_LOOPS = weakref.WeakSet["OffloadedLoop"]()
+
+
+def _refuse_second(model: nn.Module) -> None:
+    ids = {id(p) for p in model.parameters()}
+    for loop in list(_LOOPS):
+        shared = next((name for name, p in loop._named() if id(p) in ids), None)
+        if shared is None:
+            continue
+        if loop.is_open:
+            raise ConfigError(f"{shared!r} is offloaded already, by a context that has not ended. End it first, by close().")
+        raise ConfigError(
+            f"{shared!r} is still on disk, where an earlier context has left it, because the model does not fit host_memory. Train "
+            f"in one context, or raise host_memory."
+        )
+
+
+class _EndOfBackward:
+    """Autograd calls it as a backward ends, and drops it if the backward fails."""
+
+    def __init__(self, loop: OffloadedLoop) -> None:
+        self._loop: OffloadedLoop | None = loop
+
+    def __call__(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop._backward_ends()
+
+    def __del__(self) -> None:
+        if self._loop is not None:
+            self._loop._backward_failed()
 
 
 def _tokens(args: tuple[object, ...], kwargs: dict[str, object]) -> int:

@@ -100,6 +100,11 @@ class Executor:
         return phase if self._at is None else f"{phase}, at block {self._at.name!r}"
 
     @property
+    def updates_run(self) -> bool:
+        """Whether updates may still run; nobody has waited for all of them."""
+        return bool(self.handlers.updating)
+
+    @property
     def has_begun(self) -> bool:
         """Whether the step under way has made an update that cannot be taken back."""
         return self.updater.has_begun and not self.speculation.trying  # which can take back all of them
@@ -321,6 +326,10 @@ class Executor:
         """
         for block in self.blocks:
             self.updater.check_gradients(block)
+        self.show_gradients()
+
+    def show_gradients(self) -> None:
+        """Code outside backward finds all gradients, those too that have left a device."""
         if self.device is not None:
             for block in self.blocks:  # if no GRAD ran, or one ran before all gradients were there
                 self.handlers.gather(block)
