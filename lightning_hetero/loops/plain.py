@@ -39,7 +39,7 @@ from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
-from lightning_hetero.loops.gradients import GradientsInUse, keep_host_gradients
+from lightning_hetero.loops.gradients import GradientsInUse, TakenGradients, keep_host_gradients
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
 from lightning_hetero.runtime import quantized, quantizing
@@ -149,7 +149,7 @@ class OffloadedLoop:
         self._is_open = False  # a training batch is under way
         self._evaluates = False  # batches without gradients are under way
         self._in_backward = self._had_backward = False
-        self._in_use = GradientsInUse()
+        self._taken, self._in_use = TakenGradients(), GradientsInUse()
         self._hooks: list[weakref.ref[partial[None]]] = []  # of the graph of the batch under way
         self._looking: AbstractContextManager[None] | None = None  # the profiler, at a forward or backward
         self._handles: list[RemovableHandle] = []
@@ -293,6 +293,8 @@ class OffloadedLoop:
         self._look(None)
         self._in_backward, self._had_backward = False, True
         self._executor.check_gradients()
+        if self._overlap == "backward":
+            self._taken.place(self._named(), self._executor.updater.updated)
 
     def _backward_failed(self) -> None:
         """An exception has left backward. Gradients until then stay, as in PyTorch."""
@@ -312,6 +314,11 @@ class OffloadedLoop:
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self._executor.arm(None)
+        if changed := self._taken.clear():
+            raise UnsupportedError(
+                f'overlap="backward", and the loop has set the gradient of {changed[0]!r} between backward and optimizer.step(): '
+                f'its update had begun during backward. Pass overlap="forward", which allows any loop until step().'
+            )
         if self._overlap == "forward" and self._executor.device is None:  # a device's updates read copies
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._in_use.stepped((name, p) for name, p in self._named() if id(p) in mine)
@@ -328,6 +335,7 @@ class OffloadedLoop:
             return
         self._is_open, self._hooks = False, []
         self._look(None)
+        self._taken.clear()
         if self._overlap == "backward" and self._executor.armed:
             self._executor.arm(None)
             raise UnsupportedError(
@@ -375,6 +383,7 @@ class OffloadedLoop:
             handle.remove()
         self._handles, self._quantized = [], []
         self._look(None)
+        self._taken.clear()
         if self._autoplan is not None:
             self._autoplan.abandon_batch()
         self._executor.arm(None)

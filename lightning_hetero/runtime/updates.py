@@ -127,6 +127,11 @@ class Updater:
         """Whether an update of the step under way has been prepared."""
         return bool(self._updated)
 
+    @property
+    def updated(self) -> frozenset[int]:
+        """The parameters, by ``id``, whose updates of the step under way have been prepared."""
+        return frozenset(self._updated)
+
     def prepare(self, block: Block, binding: OptimizerBinding) -> DueUpdate | None:
         """Reads all that may change before the update runs; ``None`` if none is due."""
         parts = [self._due_part(part, indices, binding) for part in block.parts if (indices := self._indices(part, binding))]

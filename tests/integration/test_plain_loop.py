@@ -316,7 +316,7 @@ def every_pair() -> Iterator[tuple[Callable[[Run], None], str, str]]:
                 yield loop, overlaps[(number + other) % len(overlaps)], where
 
 
-@pytest.mark.parametrize(("loop", "overlap", "where"), list(every_pair()))
+@pytest.mark.parametrize(("loop", "overlap", "where"), every_pair())
 def test_a_loop_has_the_bits_that_it_has_alone(loop: Callable[[Run], None], overlap: str, where: str, tmp_path: Path) -> None:
     shape = Shape(dropout=0.1)
     plain = outcome(loop, adamw, None, shape)
@@ -379,6 +379,57 @@ def test_a_planner_measures_the_loop_and_plans(planner: str, overlap: str, tmp_p
 def test_overlapping_backward_refuses_a_batch_without_a_step(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"before optimizer\.step"):
         outcome(accumulating, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
+
+
+def norm(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
+
+
+def norm_one_by_one(run: Run) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05, foreach=False)
+
+
+def value(run: Run) -> None:
+    nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
+
+
+def unscaled(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(run.optimizer)
+
+
+def multiplied(run: Run) -> None:
+    for param in run.model.blocks.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("use", [norm, norm_one_by_one, value, unscaled, multiplied])
+@pytest.mark.parametrize("where", ["host", "disk", "device"])
+def test_overlapping_backward_notices_that_the_loop_uses_gradients(use: Callable[[Run], None], where: str, tmp_path: Path) -> None:
+    def loop(run: Run) -> None:
+        run.optimizer.zero_grad()
+        run.backward(next(batches(1)))
+        with pytest.raises(UnsupportedError, match=r"gradient of '.*' is used before optimizer\.step"):
+            use(run)
+        run.optimizer.step()
+        assert all(param.grad is None for param in run.model.blocks.parameters())
+
+    options = plans(tmp_path)[where]
+    outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, overlap="backward", **options), Shape())
+
+
+@pytest.mark.parametrize("value", [None, 1.0])
+def test_overlapping_backward_notices_that_the_loop_sets_gradients(value: float | None) -> None:
+    def loop(run: Run) -> None:
+        run.backward(next(batches(1)))
+        for param in run.model.parameters():
+            param.grad = None if value is None else torch.full_like(param, value)
+        run.optimizer.step()
+
+    with pytest.raises(UnsupportedError, match=r"has set the gradient of '.*'"):
+        outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
 
 
 @pytest.mark.parametrize("plan", ["host", "disk"])
