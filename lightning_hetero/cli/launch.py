@@ -22,7 +22,7 @@ from typing import Any
 import typer
 
 from lightning_hetero.cli.output import print_json
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.parallel.pipeline.layout import NODE
 
@@ -68,7 +68,7 @@ def run(
         commands = {STORE: lines["store"]["command"]} | {node["node"]: node["command"] for node in lines["nodes"]}
         environment = {node["node"]: node["environment"] for node in lines["nodes"]}
         if name not in commands:
-            raise ConfigError(f"--run {name!r}; allowed: {', '.join(commands)}.")
+            raise ConfigError(f"--run {name!r}; allowed: {', '.join(commands)}.{did_you_mean(name, commands)}")
         os.execvpe(commands[name][0], commands[name], {**os.environ, **lines["environment"], **environment.get(name, {})})
     if as_json:
         print_json(lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_hetero.cli.clusters import ClusterRequest, describe, print_plan, rivals, to_json
 from lightning_hetero.cli.output import console, pairs, print_json, seconds, working, write_text
 from lightning_hetero.cli.planning import ALL, described
-from lightning_hetero.errors import ConfigError, PlanError
+from lightning_hetero.errors import ConfigError, PlanError, did_you_mean
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 
 
@@ -23,7 +23,8 @@ def run(request: ClusterRequest, *, planner: str, out: Path | None, as_json: boo
     from lightning_hetero.parallel.planner import PLANNERS, plan
 
     if planner not in (*PLANNERS, ALL):
-        raise ConfigError(f"--planner {planner!r}; allowed: {', '.join(PLANNERS)}, {ALL}.")
+        hint = did_you_mean(planner, [*PLANNERS, ALL])
+        raise ConfigError(f"--planner {planner!r}; allowed: {', '.join(PLANNERS)}, {ALL}.{hint}")
     model, cluster = request.load()
     plans: dict[str, ClusterPlan] = {}
     failures: dict[str, PlanError] = {}

@@ -188,4 +188,5 @@ def _typed(key: str, value: Any, kind: Any) -> Any:
     try:
         return kind(value)
     except ValueError as error:
-        raise ConfigError(f"--option {key}={value}; allowed: {', '.join(str(member.value) for member in kind)}.") from error
+        known = [str(member.value) for member in kind]
+        raise ConfigError(f"--option {key}={value}; allowed: {', '.join(known)}.{did_you_mean(value, known)}") from error

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
 
 FORMAT = "lightning-hetero-plan"
@@ -318,7 +318,8 @@ def _member(kind: type[StrEnum], value: Any, key: str, where: str) -> Any:
     try:
         return kind(value)
     except ValueError:
-        raise ConfigError(f"{where}: {key}={value!r}; allowed: {[k.value for k in kind]}.") from None
+        known = [k.value for k in kind]
+        raise ConfigError(f"{where}: {key}={value!r}; allowed: {known}.{did_you_mean(value, known)}") from None
 
 
 def _block_from(row: Any, where: str) -> BlockPlan:

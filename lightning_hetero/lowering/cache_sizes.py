@@ -79,7 +79,7 @@ def cache_sizes(
         all_needed = updates_in_backward(plan, updates) and fewest  # there are no fewer gradients
         raise plan_error(
             plan.name, worst.name, worst.all_rows, machine=hardware.name, capacity_bytes=worst.capacity_bytes,
-            shared_memory=hardware.shared_memory, spare={
+            shared_memory=hardware.shared_memory, has_disk=hardware.disk_capacity_bytes > 0, spare={
                 Purpose.CACHE: worst.least_bytes - worst.largest_bytes, **({Purpose.GRADIENTS: 0} if all_needed else {})
             },
         )  # fmt: skip

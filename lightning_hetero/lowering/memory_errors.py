@@ -29,6 +29,10 @@ _REMEDIES = {  # cheapest first
 }
 
 
+_MOVED_TO_DISK = {Purpose.WEIGHTS, Purpose.STATE}  # where the host or the disk itself is too small
+_NO_DISK = "add a disk, of which the machine has none (--disk NAME on the command line), or raise host memory"
+
+
 def plan_error(
     plan: str,
     tier: str,
@@ -37,6 +41,7 @@ def plan_error(
     machine: str,
     capacity_bytes: int,
     shared_memory: bool,
+    has_disk: bool,
     spare: Mapping[Purpose, int],
 ) -> PlanError:
     """Names the shortfall, and the cheapest remedy that is large enough.
@@ -48,6 +53,7 @@ def plan_error(
         machine: The machine's name.
         capacity_bytes: What the machine has there.
         shared_memory: The device is the host's own CPU.
+        has_disk: The machine has a disk tier.
         spare: By how much what is needed for a purpose can shrink, where that is less than all.
     """
     rows = {purpose: size for purpose, size in rows.items() if size}
@@ -55,6 +61,8 @@ def plan_error(
     remedies = {purpose: text for (name, purpose), text in _REMEDIES.items() if name == tier and purpose in rows}
     if shared_memory and Purpose.ACTIVATIONS in remedies:
         remedies[Purpose.ACTIVATIONS] = _SMALLER_BATCH
+    if not has_disk:
+        remedies |= dict.fromkeys(_MOVED_TO_DISK & remedies.keys(), _NO_DISK) if tier != "device" else {}
     helps = [text for purpose, text in remedies.items() if spare.get(purpose, rows[purpose]) >= short]
     largest = remedies.get(max(rows, key=lambda purpose: rows[purpose]), f"more {tier} memory")
     return PlanError(

@@ -203,6 +203,7 @@ def test_shared_memory_has_no_device_cache() -> None:
         (ON_HOST, {"device_memory_bytes": 1446}, "device", 21, "recompute or swap"),
         (RENEWED, {"host_memory_bytes": 2600}, "host", 40, "smaller gradient_depth"),
         (ON_DISK, {"disk_capacity_bytes": 1000}, "disk", 120, "place weights on 'host'"),
+        (ON_DISK, {"disk_capacity_bytes": 0}, "disk", 1120, "add a disk, of which the machine has none"),
         (
             ON_HOST,
             {"host_memory_bytes": 1000, "shared_memory": True},

@@ -237,6 +237,7 @@ def test_ranks_of_their_own_and_modules_that_are_saved_have_the_sizes_of_pefts(n
     ("text", "words"),
     [
         ("r=2,targets=q,modules_to_save=lm_haed", "Did you mean 'lm_head'"),
+        ("r=2,target=q", "Did you mean 'targets'"),
         ("r=2,targets=q,rank_pattern=v_proj:3", "rank_pattern 'v_proj' fits no"),
         ("r=2,targets=q,rank_pattern=q_proj", "the rank 'q_proj'"),
         ("r=2,targets=q,modules_to_save=", "names nothing"),
@@ -245,6 +246,11 @@ def test_ranks_of_their_own_and_modules_that_are_saved_have_the_sizes_of_pefts(n
 def test_names_that_fit_nothing_are_refused(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         _profile("llama", Tuning.parse(lora=text, quantize=None), tmp_path)
+
+
+def test_an_unknown_quantization_is_refused_with_a_near_one() -> None:
+    with pytest.raises(ConfigError, match=r"allowed: nf4, nf4-double, int8\. Did you mean 'nf4'"):
+        Tuning.parse(lora="r=2,targets=q", quantize="nf5")
 
 
 def test_saved_modules_that_are_quantized_are_refused(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_json_round_trip_is_exact_and_one_block_a_line() -> None:
         (_edited(blocks=[]), "non-empty list"),
         (_edited(blocks={"name": "*"}), "non-empty list"),
         (_edited(blocks=[{"weights": "disk"}]), r"blocks\[0\] must be an object with a 'name'"),
+        (_edited(blocks=[{"name": "*", "weights": "dsk"}]), "Did you mean 'disk'"),
         (_edited(blocks=[{"name": "*", "weights": "floppy"}]), r"weights='floppy'; allowed: \['device', 'host', 'disk'\]"),
         (_edited(blocks=[{"name": "*", "weight": "disk"}]), r"unknown keys \['weight'\]"),
         (_edited(prefetch=3), r"unknown keys \['prefetch'\]"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.cluster import Cluster
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.ir.model import ModelProfile
@@ -52,7 +52,7 @@ def plan(
         PlanError: The model does not fit.
     """
     if planner not in PLANNERS:
-        raise ConfigError(f"planner={planner!r}; allowed: {', '.join(PLANNERS)}.")
+        raise ConfigError(f"planner={planner!r}; allowed: {', '.join(PLANNERS)}.{did_you_mean(planner, PLANNERS)}")
     settings = settings_of(model, cluster, micro_batches, tensor_parallel)
     found: dict[object, Candidate] = {}
     for setting in settings:

@@ -81,7 +81,8 @@ class Lora:
             elif name in ("r", "dora") and name not in single:
                 single[name] = value
             else:
-                raise ConfigError(f"--lora {text!r}: {part!r} is not understood; allowed: {_ALLOWED}.")
+                hint = did_you_mean(name, ["r", "dora", *_LISTS])
+                raise ConfigError(f"--lora {text!r}: {part!r} is not understood; allowed: {_ALLOWED}.{hint}")
         if single.get("dora", "false") not in ("true", "false"):
             raise ConfigError(f"--lora {text!r}: dora={single['dora']}; allowed: true, false.")
         pattern = tuple((name, _rank(text, rank)) for name, _, rank in (p.rpartition(":") for p in lists["rank_pattern"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.profiling.presets.figures import find
@@ -208,7 +208,7 @@ def _from_text(family: str, dimensions: str) -> Architecture:
     for part in filter(None, (p.strip() for p in dimensions.split(","))):
         key, equals, text = (p.strip() for p in part.partition("="))
         if not equals or key not in kinds:
-            raise ConfigError(f"{family}: {part!r}; allowed: key=value with a key of {', '.join(kinds)}.")
+            raise ConfigError(f"{family}: {part!r}; allowed: key=value with a key of {', '.join(kinds)}.{did_you_mean(key, kinds)}")
         values[key] = _value(text)
     if missing := [key for key, default in kinds.items() if default is MISSING and key not in values]:
         raise ConfigError(f"{family} needs {', '.join(missing)}, such as 'gpt:layers=24,hidden=2048,heads=16'.")

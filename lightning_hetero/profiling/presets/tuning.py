@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.model import CHUNK_LOGITS, BlockProfile, OperatorProfile
 from lightning_hetero.ir.plan import TRAINED, is_divided
 from lightning_hetero.profiling.presets import adapters
@@ -54,7 +54,7 @@ class Tuning:
         """
         kinds = [kind.value for kind in Quantization]
         if quantize is not None and quantize not in kinds:
-            raise ConfigError(f"--quantize {quantize!r}; allowed: {', '.join(kinds)}.")
+            raise ConfigError(f"--quantize {quantize!r}; allowed: {', '.join(kinds)}.{did_you_mean(quantize, kinds)}")
         return cls(
             lora=None if lora is None else Lora.parse(lora),
             quantization=None if quantize is None else Quantization(quantize),
