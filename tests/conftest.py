@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -75,5 +76,9 @@ def _no_lane_is_left() -> Iterator[None]:
     """
     before = set(threading.enumerate())
     yield
+    if "torch" in sys.modules:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+        assert _get_current_dispatch_mode() is None  # a profiler that looks on would record all later tests
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-hetero") and thread not in before]
     assert not left

@@ -151,7 +151,8 @@ class OffloadedLoop:
         self._in_backward = self._had_backward = False
         self._taken, self._in_use = TakenGradients(), GradientsInUse()
         self._hooks: list[weakref.ref[partial[None]]] = []  # of the graph of the batch under way
-        self._looking: AbstractContextManager[None] | None = None  # the profiler, at a forward or backward
+        self._looking: AbstractContextManager[None] | None = None  # the profiler, at a batch
+        self._looking_back: AbstractContextManager[None] | None = None  # the same, at a backward of it
         self._handles: list[RemovableHandle] = []
         self._last_plan: Plan | None = None
         self.optimizers: tuple[Optimizer, ...] = ()
@@ -213,7 +214,7 @@ class OffloadedLoop:
                 ]
         for optimizer in self.optimizers:
             handles += [
-                optimizer.register_step_pre_hook(lambda optimizer, *_: self._step_begins(optimizer)),
+                optimizer.register_step_pre_hook(self._step_begins),
                 optimizer.register_step_post_hook(lambda optimizer, *_: self._step_ends(optimizer)),
             ]
         return handles
@@ -270,13 +271,25 @@ class OffloadedLoop:
             self._executor.heap.peak_bytes = 0
             log.info("%s", table(made, autoplan))
 
-    def _look(self, looking: AbstractContextManager[None] | None) -> None:
-        """Ends what the profiler looks at, and begins another."""
-        if self._looking is not None:
-            self._looking.__exit__(None, None, None)
+    def _look(self, looking: AbstractContextManager[None]) -> None:
         self._looking = looking
-        if looking is not None:
-            looking.__enter__()
+        looking.__enter__()
+
+    def _look_away(self) -> None:
+        """Ends what the profiler looks at.
+
+        Not called within a backward: as it ends, autograd puts the dispatch modes back that were
+        there when it began, the profiler's too.
+        """
+        self._back_ends()
+        if self._looking is not None:
+            looking, self._looking = self._looking, None
+            looking.__exit__(None, None, None)
+
+    def _back_ends(self) -> None:
+        if self._looking_back is not None:
+            looking, self._looking_back = self._looking_back, None
+            looking.__exit__(None, None, None)
 
     def _backward_begins(self, _: Tensor) -> None:
         if self._in_backward:
@@ -284,13 +297,14 @@ class OffloadedLoop:
         self._in_use.check(running=self._executor.updates_run)
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
-        profiler = None if self._autoplan is None else self._autoplan.profiler
-        self._look(None if profiler is None else profiler.backward())
+        if self._looking is not None and self._autoplan is not None and self._autoplan.profiler is not None:
+            self._looking_back = self._autoplan.profiler.backward()
+            self._looking_back.__enter__()
         self._executor.backward_starts()
 
     def _backward_ends(self) -> None:
         self._executor.backward_ends()
-        self._look(None)
+        self._back_ends()
         self._in_backward, self._had_backward = False, True
         self._executor.check_gradients()
         if self._overlap == "backward":
@@ -300,7 +314,7 @@ class OffloadedLoop:
         """An exception has left backward. Gradients until then stay, as in PyTorch."""
         if self.is_open:
             self._executor.backward_ends()
-            self._look(None)
+            self._back_ends()
             self._in_backward, self._had_backward = False, True
             self._executor.show_gradients()
 
@@ -309,8 +323,24 @@ class OffloadedLoop:
             for part in block.parts:
                 yield from zip(part.names, part.params, strict=True)
 
-    def _step_begins(self, optimizer: Optimizer) -> None:
+    def _step_begins(
+        self, optimizer: Optimizer, args: tuple[Value, ...], kwargs: dict[str, Value]
+    ) -> tuple[tuple[Value, ...], dict[str, Value]]:
+        self._look_away()
         self._executor.arm(self.session.binding_of(optimizer))
+        given = [self._seen(one) if callable(one) else one for one in args]
+        return tuple(given), {key: self._seen(one) if callable(one) else one for key, one in kwargs.items()}
+
+    def _seen(self, closure: Callable[[], Value]) -> Callable[[], Value]:
+        """A closure whose batch the profiler sees, and not the optimizer's own code after it."""
+
+        def run() -> Value:
+            try:
+                return closure()
+            finally:
+                self._look_away()
+
+        return run
 
     def _step_ends(self, optimizer: Optimizer) -> None:
         self._executor.arm(None)
@@ -334,7 +364,7 @@ class OffloadedLoop:
         if not self._is_open:
             return
         self._is_open, self._hooks = False, []
-        self._look(None)
+        self._look_away()
         self._taken.clear()
         if self._overlap == "backward" and self._executor.armed:
             self._executor.arm(None)
@@ -382,7 +412,7 @@ class OffloadedLoop:
         for handle in (*self._handles, *self._quantized):
             handle.remove()
         self._handles, self._quantized = [], []
-        self._look(None)
+        self._look_away()
         self._taken.clear()
         if self._autoplan is not None:
             self._autoplan.abandon_batch()

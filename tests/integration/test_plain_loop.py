@@ -16,6 +16,7 @@ from support.models import Model, Shape
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import lightning_hetero
 from lightning_hetero import EmulatedDevice
@@ -316,7 +317,7 @@ def every_pair() -> Iterator[tuple[Callable[[Run], None], str, str]]:
                 yield loop, overlaps[(number + other) % len(overlaps)], where
 
 
-@pytest.mark.parametrize(("loop", "overlap", "where"), every_pair())
+@pytest.mark.parametrize(("loop", "overlap", "where"), list(every_pair()))
 def test_a_loop_has_the_bits_that_it_has_alone(loop: Callable[[Run], None], overlap: str, where: str, tmp_path: Path) -> None:
     shape = Shape(dropout=0.1)
     plain = outcome(loop, adamw, None, shape)
@@ -374,6 +375,7 @@ def test_a_planner_measures_the_loop_and_plans(planner: str, overlap: str, tmp_p
     plain, ours = outcome(long, adamw, None, Shape()), outcome(long, adamw, context, Shape())
     assert_equal(plain, ours, grads=overlap != "backward")
     assert made[0].plan.predicted is not None
+    assert _get_current_dispatch_mode() is None  # the profiler looks at nothing any more
 
 
 def test_overlapping_backward_refuses_a_batch_without_a_step(tmp_path: Path) -> None:
