@@ -166,7 +166,7 @@ class PredictionError:
             if name not in self._metrics:
                 from torchmetrics import MeanAbsolutePercentageError
 
-                self._metrics[name] = MeanAbsolutePercentageError()
+                self._metrics[name] = MeanAbsolutePercentageError(sync_on_compute=False)  # other ranks may have no planner
             with torch.no_grad():
                 values = (torch.tensor([float(x)], dtype=torch.float64) for x in (predicted, measured))
                 self._metrics[name].update(*values)
