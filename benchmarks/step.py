@@ -124,8 +124,8 @@ def plain(baton: Baton, args: argparse.Namespace, module_cls: type[GPT2]) -> Non
 
 def time_recording() -> Callable[[], float]:
     """Times all that the recorder does in this process; says how many seconds that have been."""
+    from lightning_hetero.lanes import EmulatedLanes
     from lightning_hetero.runtime import recorder
-    from lightning_hetero.runtime.lanes import EmulatedLanes
 
     total_s, inside = 0.0, False
 

@@ -14,8 +14,8 @@ from lightning_hetero.errors import HeteroError
 if TYPE_CHECKING:
     from lightning_hetero.convert.exporting import export_weights
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+    from lightning_hetero.lanes import EmulatedDevice
     from lightning_hetero.loops.plain import offload
-    from lightning_hetero.runtime.lanes import EmulatedDevice
     from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelFsdpStrategy, HeteroParallelStrategy, LocalFirst
 
 __version__ = "0.1.0"
@@ -37,7 +37,7 @@ __all__ = [
 _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
 _STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy", "LocalFirst")
 _HOMES |= dict.fromkeys(_STRATEGIES, "lightning_hetero.strategies")
-_HOMES["EmulatedDevice"] = "lightning_hetero.runtime.lanes"
+_HOMES["EmulatedDevice"] = "lightning_hetero.lanes"
 _HOMES["offload"] = "lightning_hetero.loops.plain"
 _HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 

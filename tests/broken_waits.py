@@ -45,10 +45,10 @@ from support.ordered_runs import RUNS, everything
 from support.streams import FakeCuda
 
 from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Lanes
+from lightning_hetero.lanes.backends import BACKENDS
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.runtime.activations import block as activations
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Lanes
-from lightning_hetero.runtime.lanes.backends import BACKENDS
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 
 PATIENCE_S = 60.0
 SEEDS = (1, 2)

@@ -170,7 +170,7 @@ def _torch(report: DoctorReport) -> None:
     except ImportError as error:
         report.problems.append(f"torch cannot be imported: {error}. Install it with pip.")
         return
-    from lightning_hetero.runtime.lanes import backends
+    from lightning_hetero.lanes import backends
 
     libraries = [name for name, has in (("MKL", torch.backends.mkl), ("oneDNN", torch.backends.mkldnn)) if has.is_available()]
     report.facts["torch"] = {
@@ -185,8 +185,8 @@ def _torch(report: DoctorReport) -> None:
 
 def _device(report: DoctorReport, torch: Any) -> dict[str, Any]:
     """The accelerator: its memory, and the rates of its link where `profile` has measured them."""
+    from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON
     from lightning_hetero.profiling.hardware import known
-    from lightning_hetero.runtime.lanes.backends import BACKENDS, COMPUTES_ON
 
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

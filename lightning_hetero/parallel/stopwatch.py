@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_hetero.clock import now_s
-from lightning_hetero.runtime.lanes.backends import BACKENDS
+from lightning_hetero.lanes.backends import BACKENDS
 
 _SETTLING = 2  # batches after a change of shapes allocate and choose algorithms; not counted
 

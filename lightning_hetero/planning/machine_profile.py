@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.runtime.lanes import EmulatedDevice
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.units import format_bytes
 

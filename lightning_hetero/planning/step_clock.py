@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning_hetero.runtime.lanes import Moment
+from lightning_hetero.lanes import Moment
 
 _Intervals = list[tuple[Moment, Moment]]
 

@@ -12,9 +12,9 @@ import torch
 
 from lightning_hetero import _native
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON, supported_accelerator
 from lightning_hetero.profiling import loads
 from lightning_hetero.profiling.timing import Load
-from lightning_hetero.runtime.lanes.backends import BACKENDS, COMPUTES_ON, supported_accelerator
 from lightning_hetero.store.capacity import available_cores, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.volume import Volume

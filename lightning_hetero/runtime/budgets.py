@@ -7,12 +7,12 @@ from torch import nn
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.lanes import memory
 from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps
-from lightning_hetero.runtime.lanes import memory
 from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget

@@ -9,9 +9,9 @@ from threading import RLock
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.lanes import Lanes
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder

@@ -3,7 +3,7 @@
 ``begin_step`` chooses the schedule of a batch. ``forward_begins`` and ``backward_begins`` are its
 anchors, and ``handover`` is its verdict. ``runtime.step`` walks the schedule between them,
 ``runtime.handlers`` does the ops, ``runtime.residency`` knows where weights are, and
-``runtime.lanes`` runs ops.
+``lanes`` runs ops.
 
 [Note: Strays]
 If a batch uses a block in a way that the schedule does not foresee, the block is served on demand,
@@ -27,12 +27,12 @@ from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, U
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, UpdateOrder
 from lightning_hetero.ir.schedule import Phase, Schedule, StepSignature, Updates
+from lightning_hetero.lanes import Event
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
-from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.residency.device import DeviceResidency

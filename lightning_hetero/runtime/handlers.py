@@ -26,10 +26,10 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
+from lightning_hetero.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.speculation import Speculation, Trial

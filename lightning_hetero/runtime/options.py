@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lanes import Device
 from lightning_hetero.lowering.needs import NOTHING, Constant
-from lightning_hetero.runtime.lanes import Device
 from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls

@@ -11,6 +11,7 @@ from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.lowering import (
     CacheSizes,
     DeviceRoom,
@@ -26,7 +27,6 @@ from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
 from lightning_hetero.optim import adam
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.store.live.blocks import Block, Part

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
-from lightning_hetero.runtime.lanes import All, Event, Lanes, OpEvent
+from lightning_hetero.lanes import All, Event, Lanes, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.speculation_choice import Worth
 from lightning_hetero.runtime.updates import DueUpdate

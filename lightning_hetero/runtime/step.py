@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Lane, OpKind, Phase, Schedule, StepSignature, Updates
+from lightning_hetero.lanes import Event, Lanes
 from lightning_hetero.lowering import DeviceRoom, lower
 from lightning_hetero.runtime.handlers import Handlers, Key
-from lightning_hetero.runtime.lanes import Event, Lanes
 from lightning_hetero.runtime.recorder import Recorder
 
 _END = (OpKind.MIRROR, OpKind.COMMIT)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes.backends import BACKENDS, CHOICES, COMPUTES_ON
 from lightning_hetero.runtime import quantized
-from lightning_hetero.runtime.lanes.backends import BACKENDS, CHOICES, COMPUTES_ON
 from lightning_hetero.strategies.namespaces import lightning_of
 
 if TYPE_CHECKING:

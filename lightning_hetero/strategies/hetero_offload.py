@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.runtime.lanes import EmulatedDevice
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.console import speak

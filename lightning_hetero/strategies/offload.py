@@ -19,6 +19,7 @@ from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
+from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.optim import early_state
 from lightning_hetero.planning.autoplan import Autoplan
@@ -26,7 +27,6 @@ from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.announcement import summarize
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot

@@ -18,10 +18,10 @@ from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.planning.machine_profile import Machine
-from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import BatchMemoryError, DeviceMemoryError, HeteroError, OutOfDiskError, StoreError
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lanes.memory import is_out_of_memory
 from lightning_hetero.planners.demotion import demotions
 from lightning_hetero.runtime.activations.buffers import Buffers, FoundBuffers
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes.memory import is_out_of_memory
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.batch_state import MetricStates

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import UpdateLane
+from lightning_hetero.lanes.memory import is_out_of_memory
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.planning.step_clock import StepClock
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes.memory import is_out_of_memory
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session

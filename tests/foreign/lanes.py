@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foreign import native
-from lightning_hetero.runtime.lanes.backends import Backend
+from lightning_hetero.lanes.backends import Backend
 
 
 class ForeignBackend(Backend):

@@ -10,7 +10,7 @@ from support.lanes_contract import LanesContract
 
 from foreign import NAME
 from foreign.lanes import ForeignBackend
-from lightning_hetero.runtime.lanes.streams import StreamLanes
+from lightning_hetero.lanes.streams import StreamLanes
 
 
 class TestForeignLanes(LanesContract):

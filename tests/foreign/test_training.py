@@ -17,8 +17,8 @@ from foreign import NAME
 from foreign.lanes import ForeignBackend
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes.backends import BACKENDS
 from lightning_hetero.runtime.activations import block as activations
-from lightning_hetero.runtime.lanes.backends import BACKENDS
 
 FIRST = torch.device(NAME, 0)
 

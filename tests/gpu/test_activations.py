@@ -12,7 +12,7 @@ from support.activations import Layer, driving, gradients, rule
 from torch import Tensor, nn
 
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.lanes import Lanes
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def cuda_lanes() -> Lanes:
-    from lightning_hetero.runtime.lanes.streams import StreamLanes
+    from lightning_hetero.lanes.streams import StreamLanes
 
     return StreamLanes("cuda", memory_bytes=MIB, poison=True)
 

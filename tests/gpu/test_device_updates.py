@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.runtime.device import HostGradient
-from lightning_hetero.runtime.lanes import Lanes
 from lightning_hetero.units import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
@@ -29,7 +29,7 @@ PLANS = {
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    from lightning_hetero.runtime.lanes.streams import StreamLanes
+    from lightning_hetero.lanes.streams import StreamLanes
 
     made = StreamLanes("cuda", memory_bytes=64 * MIB, poison=True)
     try:

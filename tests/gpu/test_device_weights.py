@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
-from lightning_hetero.runtime.lanes import Lanes
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.units import MIB
 
@@ -30,7 +30,7 @@ RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
 
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
-    from lightning_hetero.runtime.lanes.streams import StreamLanes
+    from lightning_hetero.lanes.streams import StreamLanes
 
     made = StreamLanes("cuda", memory_bytes=MIB, poison=True)
     try:
@@ -105,7 +105,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def test_a_device_that_is_too_small_names_the_block(net: World) -> None:
-    from lightning_hetero.runtime.lanes.streams import StreamLanes
+    from lightning_hetero.lanes.streams import StreamLanes
 
     lanes = StreamLanes("cuda", memory_bytes=512)
     try:

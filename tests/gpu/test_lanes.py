@@ -12,7 +12,7 @@ from support.lanes_contract import LanesContract
 from torch import Tensor
 
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes.streams import StreamLanes
+from lightning_hetero.lanes.streams import StreamLanes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.lanes.backends import BACKENDS
-from lightning_hetero.runtime.lanes.stream_device import spare_bytes
+from lightning_hetero.lanes.backends import BACKENDS
+from lightning_hetero.lanes.stream_device import spare_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
 

@@ -14,8 +14,8 @@ import torch
 from support.cuda import standing_in
 from support.streams import FakeCuda
 
+from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.activations import block as activations
-from lightning_hetero.runtime.lanes.stream_device import StreamDevice
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,14 @@ from torchmetrics import MeanMetric
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.lanes import stream_device
+from lightning_hetero.lanes.backends import BACKENDS
+from lightning_hetero.lanes.stream_device import StreamDevice
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.planning.machine_profile import ENVIRONMENT
 from lightning_hetero.profiling import hardware, presets
 from lightning_hetero.runtime.device import DeviceWeights, gradients
-from lightning_hetero.runtime.lanes import stream_device
-from lightning_hetero.runtime.lanes.backends import BACKENDS
-from lightning_hetero.runtime.lanes.stream_device import StreamDevice
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload
 from lightning_hetero.strategies.devices import move_rest
 from lightning_hetero.strategies.verification import Verifier

@@ -15,8 +15,8 @@ from support.verdicts import counted_verdicts, divided, fused, norms, run_scaled
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
+from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.runtime import speculation_choice
-from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

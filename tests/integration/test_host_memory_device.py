@@ -12,10 +12,10 @@ import pytest
 from support.models import Recipe, Shape, assert_same, run
 
 from lightning_hetero import EmulatedDevice
+from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.lowering import Purpose
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 HOST_MEMORY = 700_000

@@ -38,9 +38,9 @@ from torch import Tensor
 from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import BatchMemoryError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.plan import Plan, Saved
+from lightning_hetero.lanes.emulated import EmulatedLanes
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.planning.fit_planning import FitPlanning
-from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import HeteroOffloadStrategy, step_retry
 

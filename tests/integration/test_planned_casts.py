@@ -24,9 +24,9 @@ from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.store.capacity import heap_meter
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

@@ -19,12 +19,12 @@ from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import Prediction, Saved
+from lightning_hetero.lanes.emulated import EmulatedLanes
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.planning.autoplan import BatchSize, Stage
 from lightning_hetero.profiling import operators
 from lightning_hetero.profiling.model import check_activations
-from lightning_hetero.runtime.lanes.emulated import EmulatedLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 SHAPE = Shape(layers=4, dropout=0.2, counting=False)

@@ -27,9 +27,9 @@ from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Op, OpKind
+from lightning_hetero.lanes import EmulatedLanes
+from lightning_hetero.lanes.op import QueuedOp
 from lightning_hetero.runtime.executor import Executor
-from lightning_hetero.runtime.lanes import EmulatedLanes
-from lightning_hetero.runtime.lanes.op import QueuedOp
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.stored_model import block_names
 from lightning_hetero.strategies import HeteroOffloadStrategy

@@ -14,7 +14,7 @@ from support.activations import driving, gradients, profiled
 from torch import Tensor, nn
 
 from lightning_hetero.ir.plan import BlockPlan, Saved
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
 
 WIDTH = 32
 KINDS = ("linear", "norm", "gelu", "relu_", "dropout", "attention", "gate", "sum_", "twice")

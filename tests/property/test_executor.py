@@ -28,9 +28,9 @@ from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.schedule import Op, OpKind, Schedule, Updates
 from lightning_hetero.ir.stalls import stalls
 from lightning_hetero.ir.trace import Span, Trace
+from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.lowering import CacheSizes
 from lightning_hetero.planning.machine_profile import emulated
-from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.sim import simulate
 from lightning_hetero.sim.compile import compile_step
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -253,7 +253,7 @@ def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
             found.append((current.op, source.nbytes, carried.seconds))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_hetero.runtime.lanes.emulated._Link.carry", carry)
+        patch.setattr("lightning_hetero.lanes.emulated._Link.carry", carry)
         patch.setattr(EmulatedLanes, "copy", counted)
         got = ran(plan, Recipe(shape=Shape(layers=3), steps=1), device=device)
     rates = Rates(emulated(replace(HARDWARE, shared_memory=True, host_dram_bytes_per_s=1e12), device))

@@ -19,12 +19,12 @@ from support.properties import examples
 from lightning_hetero import EmulatedDevice, Plan
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.lowering import needs_of
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated
 from lightning_hetero.runtime.activations import block as activations
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.strategies import HeteroOffloadStrategy
 

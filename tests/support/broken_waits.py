@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-LANES = tuple(f"lightning_hetero.runtime.lanes.{name}" for name in ("streams", "op", "queue", "memory", "base"))
-_ALL = "__import__('lightning_hetero.runtime.lanes.base', fromlist=['All']).All"
+LANES = tuple(f"lightning_hetero.lanes.{name}" for name in ("streams", "op", "queue", "memory", "base"))
+_ALL = "__import__('lightning_hetero.lanes.base', fromlist=['All']).All"
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from torch import Tensor
 from lightning_hetero._native import DONE, READY, Arena, Engine, InPlacePart, NativePart, Ticket
 from lightning_hetero._native.library import DTYPE_BYTES
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import EmulatedDevice, queue, streams
+from lightning_hetero.lanes.base import passed_at
+from lightning_hetero.lanes.memory import DeviceArena
+from lightning_hetero.lanes.op import QueuedOp
+from lightning_hetero.lanes.pinned import PageLocker
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.device import setup
-from lightning_hetero.runtime.lanes import EmulatedDevice, queue, streams
-from lightning_hetero.runtime.lanes.base import passed_at
-from lightning_hetero.runtime.lanes.memory import DeviceArena
-from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.runtime.lanes.pinned import PageLocker
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.runtime.pool import Lease, LeasePool, Pool
 from support.checker import DEVICE, HOST, Checker, nobody
 from support.happens_before import Actor, Clock

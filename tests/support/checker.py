@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.units import round_up
 from support.happens_before import Actor, Clock, Memory, Use
 

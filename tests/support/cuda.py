@@ -11,7 +11,7 @@ from lightning.pytorch.accelerators import Accelerator
 
 from lightning_hetero import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.runtime.lanes.stream_device import StreamDevice
+from lightning_hetero.lanes.stream_device import StreamDevice
 from support.device_plans import RESIDENT
 from support.streams import FakeCuda
 

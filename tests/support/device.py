@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Event, Lanes
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device import DeviceSide, DeviceUpdates, DeviceWeights, HostGradients
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, Event, Lanes
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.updates import Updater

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_hetero import EmulatedDevice
+from lightning_hetero.lanes import EmulatedLanes, InlineLanes, Lanes
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.activations import names
 from lightning_hetero.runtime.device import setup
-from lightning_hetero.runtime.lanes import EmulatedLanes, InlineLanes, Lanes
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 from support.streams import FakeCuda
 
 KINDS = ("inline", "emulated", "streams")

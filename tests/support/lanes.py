@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hetero._native import DONE
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.runtime.lanes import Event, Lanes
+from lightning_hetero.lanes import Event, Lanes
 
 MEMORY_BYTES = 1 << 20
 PATIENCE_S = 60.0  # for what must happen; nothing here waits as long unless it fails

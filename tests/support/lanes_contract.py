@@ -16,12 +16,12 @@ from torch import Tensor
 from lightning_hetero._native import DONE, READY
 from lightning_hetero.errors import DeviceMemoryError, HeteroError, StoreError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.runtime.lanes import Event, Lanes
+from lightning_hetero.lanes import Event, Lanes
 from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, FakeTicket, Program, doing, nothing, op, raising, threads
 
 
 class LanesContract:
-    """Tests of :class:`~lightning_hetero.runtime.lanes.Lanes`. A subclass provides the fixture
+    """Tests of :class:`~lightning_hetero.lanes.Lanes`. A subclass provides the fixture
     ``lanes``.
     """
 

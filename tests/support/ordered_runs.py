@@ -12,8 +12,8 @@ import torch
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes.base import All
-from lightning_hetero.runtime.lanes.streams import StreamLanes
+from lightning_hetero.lanes.base import All
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.checked_streams import checked_devices, checking
 from support.checker import Checker

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
+from lightning_hetero.lanes.backends import BACKENDS, Backend
 
 _PATIENCE_S = 60.0
 _LATER = {torch.Tensor.copy_, torch.Tensor.fill_}

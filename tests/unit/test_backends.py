@@ -20,11 +20,11 @@ from support.streams import FakeCuda
 import lightning_hetero
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes import backends
+from lightning_hetero.lanes.backends import BACKENDS, Backend
+from lightning_hetero.lanes.memory import is_out_of_memory
+from lightning_hetero.lanes.pinned import PageLocker
 from lightning_hetero.parallel.stopwatch import Stopwatch
-from lightning_hetero.runtime.lanes import backends
-from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
-from lightning_hetero.runtime.lanes.memory import is_out_of_memory
-from lightning_hetero.runtime.lanes.pinned import PageLocker
 
 NAMES = re.compile(r"cuda|rocm|\bhip\b|nvtx|cublas|\bnsight|xpu|\bmps\b", re.IGNORECASE)
 LIGHTNINGS = "isolate_rng(include_cuda=False)"  # an argument of Lightning's
@@ -153,7 +153,7 @@ def test_torch_knows_the_settings_that_were_chosen() -> None:
     """In a process of its own, because they stay."""
     code = (
         "import torch; before = torch._C._accelerator_getAllocatorSettings();"
-        "from lightning_hetero.runtime.lanes.backends import BACKENDS; BACKENDS['cuda'].begin();"
+        "from lightning_hetero.lanes.backends import BACKENDS; BACKENDS['cuda'].begin();"
         "print(before, torch._C._accelerator_getAllocatorSettings())"
     )
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}

@@ -17,8 +17,8 @@ from lightning_hetero._native import DONE, READY
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.runtime.device import DeviceSide, HostGradient
-from lightning_hetero.runtime.lanes import EmulatedLanes
 
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
 

@@ -23,9 +23,9 @@ from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import EmulatedLanes, Event
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.runtime.device import DeviceSide, device_updates
-from lightning_hetero.runtime.lanes import EmulatedLanes, Event
 
 KNOWN_TORCH = "2.13"
 KEPT = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from lightning_hetero.errors import DeviceMemoryError, HeteroError, OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane
+from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
-from lightning_hetero.runtime.lanes import EmulatedLanes
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.live.moved_weights import assign

@@ -20,9 +20,9 @@ from lightning_hetero import _native
 from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
+from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.planning.machine_profile import emulated as emulated_machine
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
-from lightning_hetero.runtime.lanes.memory import DeviceArena
 
 HOST = torch.device("cpu")
 
@@ -439,7 +439,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
 
 
 def test_a_wait_for_a_ticket_outlasts_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_hetero.runtime.lanes.op._TICKET_SLICE_S", 0.001)
+    monkeypatch.setattr("lightning_hetero.lanes.op._TICKET_SLICE_S", 0.001)
     lanes, ticket = InlineLanes(), FakeTicket()
     event = lanes.submit(op(0, Lane.DISK_READ, OpKind.FETCH), lambda: [ticket], [])
     threading.Timer(0.03, ticket.move, [2]).start()

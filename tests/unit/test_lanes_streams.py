@@ -25,9 +25,9 @@ from support.streams import Event, FakeCuda
 from lightning_hetero._native import DONE
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.runtime.lanes import streams
-from lightning_hetero.runtime.lanes.pinned import PageLocker
-from lightning_hetero.runtime.lanes.streams import StreamLanes
+from lightning_hetero.lanes import streams
+from lightning_hetero.lanes.pinned import PageLocker
+from lightning_hetero.lanes.streams import StreamLanes
 
 
 def make(fake: FakeCuda, **options: Any) -> StreamLanes:

@@ -16,9 +16,9 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.parallel import replicas
 from lightning_hetero.parallel.elastic import Elastic
-from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.strategies import (
     HeteroParallelFsdpStrategy,
     HeteroParallelOffloadStrategy,

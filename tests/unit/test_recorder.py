@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
-from lightning_hetero.runtime.lanes import EngineLanes
+from lightning_hetero.lanes import EngineLanes
 from lightning_hetero.runtime.recorder import Moment, Recorder
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_hetero.lanes import Moment
 from lightning_hetero.planning.step_clock import StepClock
-from lightning_hetero.runtime.lanes import Moment
 
 
 class Device:

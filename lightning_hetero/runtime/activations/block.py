@@ -39,6 +39,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
+from lightning_hetero.lanes.base import Event, OpEvent
+from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.files import SwapFiles
@@ -48,8 +50,6 @@ from lightning_hetero.runtime.activations.recompute import Rerun, itself
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in
-from lightning_hetero.runtime.lanes.base import Event, OpEvent
-from lightning_hetero.runtime.lanes.queue import Lanes
 
 SMALL_BYTES = 4096
 """Smaller storages stay where they are: moving them costs more than they take."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES, POISON
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES, POISON
 
 
 class ChangedInPlaceError(HeteroError):

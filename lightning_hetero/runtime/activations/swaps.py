@@ -26,11 +26,11 @@ from torch import Tensor
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
+from lightning_hetero.lanes.base import Event, OpEvent
+from lightning_hetero.lanes.memory import ALIGNMENT_BYTES, POISON
+from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
-from lightning_hetero.runtime.lanes.base import Event, OpEvent
-from lightning_hetero.runtime.lanes.memory import ALIGNMENT_BYTES, POISON
-from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.runtime.pool import Lease, LeasePool
 from lightning_hetero.units import round_up
 

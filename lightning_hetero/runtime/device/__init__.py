@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state of blocks on a device that has memory of its own.
 
 Each class does the work of some op kinds, when the executor calls it. A *run* is the function of an
-op, for ``Lanes.submit`` (``runtime.lanes``). All other methods run in the thread that computes.
+op, for ``Lanes.submit`` (``lanes``). All other methods run in the thread that computes.
 """
 
 from lightning_hetero.runtime.device.device_updates import DeviceUpdates

@@ -28,10 +28,10 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.lanes.base import Event
+from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device.weights import DeviceWeights
-from lightning_hetero.runtime.lanes.base import Event
-from lightning_hetero.runtime.lanes.queue import Lanes
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import own_versions, versions
 from lightning_hetero.store.live.mirrors import STATE, spans, writes_of

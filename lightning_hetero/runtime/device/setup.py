@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_hetero.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
+from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.runtime.device.device_updates import DeviceUpdates
 from lightning_hetero.runtime.device.gradients import HostGradients
 from lightning_hetero.runtime.device.weights import DeviceWeights
-from lightning_hetero.runtime.lanes import Device, EmulatedDevice, EmulatedLanes, EngineLanes, Lanes
-from lightning_hetero.runtime.lanes.streams import StreamLanes
 from lightning_hetero.store.live.tier_store import TierStore
 
 

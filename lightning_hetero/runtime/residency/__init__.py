@@ -23,11 +23,11 @@ from torch import nn
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.handles.offloaded_parameter import ParameterState, offload, restore
 from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.lanes import Event
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceWeights
-from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block, Part

@@ -9,11 +9,11 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.lanes import Event
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.lanes import Event
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.parallel.elastic import Elastic
-from lightning_hetero.runtime.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroParallelStrategy
 from support.training import RANK, WORLD, trainer, weights_of
 from support.training.uneven import SPEEDS, Notes, data

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from lightning_hetero._native import Engine
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, Payload
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
-from lightning_hetero.runtime.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
 from lightning_hetero.store.format.directory import StoreDirectory
 
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.plan import BlockPlan
+from lightning_hetero.lanes import InlineLanes, Lanes
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder
-from lightning_hetero.runtime.lanes import InlineLanes, Lanes
 
 
 @pytest.mark.parametrize("lanes", [lambda: InlineLanes(poison=True), emulated], ids=["inline", "emulated"])

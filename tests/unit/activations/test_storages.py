@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import Saved
+from lightning_hetero.lanes import InlineLanes, Lanes
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError
-from lightning_hetero.runtime.lanes import InlineLanes, Lanes
 
 # ---- storages ------------------------------------------------------------------------------------
 

@@ -35,13 +35,13 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
-from lightning_hetero.runtime.lanes.base import Event, Moment
-from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
-from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.runtime.lanes.pinned import PageLocker
-from lightning_hetero.runtime.lanes.queue import Lanes
-from lightning_hetero.runtime.lanes.stream_device import spare_bytes
+from lightning_hetero.lanes.backends import BACKENDS, Backend
+from lightning_hetero.lanes.base import Event, Moment
+from lightning_hetero.lanes.memory import POISON, DeviceArena
+from lightning_hetero.lanes.op import QueuedOp
+from lightning_hetero.lanes.pinned import PageLocker
+from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.stream_device import spare_bytes
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import MIB, format_bytes

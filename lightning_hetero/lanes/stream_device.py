@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
-from lightning_hetero.runtime.lanes.backends import BACKENDS, Backend
+from lightning_hetero.lanes.backends import BACKENDS, Backend
 from lightning_hetero.units import KIB, MIB, format_bytes
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB

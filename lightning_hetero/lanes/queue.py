@@ -14,9 +14,9 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
-from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent
-from lightning_hetero.runtime.lanes.memory import POISON, DeviceArena
-from lightning_hetero.runtime.lanes.op import Failures, QueuedOp
+from lightning_hetero.lanes.base import All, Event, Moment, OpEvent
+from lightning_hetero.lanes.memory import POISON, DeviceArena
+from lightning_hetero.lanes.op import Failures, QueuedOp
 
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
 _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds

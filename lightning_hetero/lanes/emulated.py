@@ -30,10 +30,10 @@ from lightning_hetero._native import READY, Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.runtime.lanes.base import Event, Moment
-from lightning_hetero.runtime.lanes.memory import DeviceArena
-from lightning_hetero.runtime.lanes.op import QueuedOp
-from lightning_hetero.runtime.lanes.queue import Lanes
+from lightning_hetero.lanes.base import Event, Moment
+from lightning_hetero.lanes.memory import DeviceArena
+from lightning_hetero.lanes.op import QueuedOp
+from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.units import parse_bytes
 
 _LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine is too slow for the link

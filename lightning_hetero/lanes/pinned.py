@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_hetero.runtime.lanes.backends import Backend
+from lightning_hetero.lanes.backends import Backend
 from lightning_hetero.store.raw_memory import advise_huge
 from lightning_hetero.units import format_bytes, round_up
 

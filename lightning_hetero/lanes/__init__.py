@@ -7,11 +7,11 @@ every op at once. ``backends`` has what a backend of torch has of its own.
 
 from __future__ import annotations
 
-from lightning_hetero.runtime.lanes.base import All, Event, Moment, OpEvent, passed_at
-from lightning_hetero.runtime.lanes.emulated import EmulatedDevice, EmulatedLanes
-from lightning_hetero.runtime.lanes.engine import EngineLanes, EngineOp
-from lightning_hetero.runtime.lanes.queue import InlineLanes, Lanes
-from lightning_hetero.runtime.lanes.stream_device import StreamDevice
+from lightning_hetero.lanes.base import All, Event, Moment, OpEvent, passed_at
+from lightning_hetero.lanes.emulated import EmulatedDevice, EmulatedLanes
+from lightning_hetero.lanes.engine import EngineLanes, EngineOp
+from lightning_hetero.lanes.queue import InlineLanes, Lanes
+from lightning_hetero.lanes.stream_device import StreamDevice
 
 Device = EmulatedDevice | StreamDevice
 """A device that has memory of its own."""

@@ -18,9 +18,9 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
-from lightning_hetero.runtime.lanes.base import All, Event, passed_at
-from lightning_hetero.runtime.lanes.op import Failures
-from lightning_hetero.runtime.lanes.queue import InlineLanes
+from lightning_hetero.lanes.base import All, Event, passed_at
+from lightning_hetero.lanes.op import Failures
+from lightning_hetero.lanes.queue import InlineLanes
 
 _FORGET = 256  # ops that are remembered before those that have ended are forgotten
 

@@ -17,7 +17,7 @@ from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
-from lightning_hetero.runtime.lanes.base import Event, passed_at
+from lightning_hetero.lanes.base import Event, passed_at
 
 _TICKET_SLICE_S = 0.2  # how late the wait for a ticket notices that the lanes are closed
 

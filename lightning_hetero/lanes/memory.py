@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import DeviceMemoryError, HeteroError
-from lightning_hetero.runtime.lanes.backends import is_library_out_of_memory
+from lightning_hetero.lanes.backends import is_library_out_of_memory
 from lightning_hetero.units import format_bytes, round_up
 
 ALIGNMENT_BYTES = 512  # torch's own allocators align to as much
