@@ -140,7 +140,7 @@ class FitPlanning:
         disk = hardware.disk_capacity_bytes
         if session.options.disk_capacity is not None:
             disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
-        disk = max(1, disk - session.disk_overhead_bytes) if disk else 0
+        disk = max(1, disk - session.directories.overhead_bytes) if disk else 0
         compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
         flop = 3 * sum(b.forward_flop for b in model.blocks)
         speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s

@@ -69,7 +69,7 @@ class Session(Budgets):
         self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
         self.store: TierStore | None = None
-        self._directories = Directories(root, self.blocks, options)
+        self.directories = Directories(root, self.blocks, options)
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
@@ -158,7 +158,7 @@ class Session(Budgets):
             block.plan = placed
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.rule = rule
-        self._directories.default_root = default_root
+        self.directories.default_root = default_root
         if self.store is None:
             self.store = self._opened_store(placement, placer.chunk_bytes)
         executor = self.executor = self._executor(self.store, placement, placer.model)
@@ -178,14 +178,14 @@ class Session(Budgets):
         self._handles = observe(self.blocks, executor)
         self._watch(executor)
         self._started = True
-        disk = f"{format_bytes(self._directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
-        rooms = self._directories.allowed(self.store)
+        disk = f"{format_bytes(self.directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
+        rooms = self.directories.allowed(self.store)
         allowed = Allowed(self.device_memory, self.host_memory(), self.options.host_memory is not None, *rooms)
         announce(placement, placer, self.blocks, allowed, trains=self._trains, disk=disk, begin_s=begin_s)
 
     def _opened_store(self, placement: Placement, chunk_bytes: int) -> TierStore:
-        ring = self._directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
-        directory = self._directories.of_blocks(
+        ring = self.directories.ring = commit_ring(self.blocks, kept=self.keeps_steps)
+        directory = self.directories.of_blocks(
             placement, trains=self._trains, kept=self.keeps_steps, layout={**ring, **self._layout}, resume=self._resumes
         )
         if directory is not None:
@@ -196,9 +196,9 @@ class Session(Budgets):
         store.loans.room = self._room_for_copies
         if store.files.states is not None:
             # The files hold the function, so it has no reference to them.
-            directories, files = self._directories, weakref.proxy(store.files)
+            directories, files = self.directories, weakref.proxy(store.files)
             store.files.states.room_bytes = lambda: directories.beside_bytes() - files.added_bytes
-        store.files.room_bytes = self._directories.beside_bytes
+        store.files.room_bytes = self.directories.beside_bytes
         return store
 
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
@@ -231,7 +231,7 @@ class Session(Budgets):
         self.steps.about_to_move()
         executor.rest()
         placement = placer.first_that_fits([lambda _: plan, *or_else], present_bytes=self._held_bytes)
-        self._directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
+        self.directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
         if placement.staging_bytes < store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
         for block in self.blocks:
@@ -287,7 +287,7 @@ class Session(Budgets):
         if run.side is not None:
             run.side.gradients.norm_type = 2.0 if rules.norms else None
         run.heap.counted_bytes = placement.activation_bytes
-        return RunContext(run=run, placement=placement, model=model, files=self._directories.of_swaps(run.store, placement))
+        return RunContext(run=run, placement=placement, model=model, files=self.directories.of_swaps(run.store, placement))
 
     def _room_for_copies(self) -> float:
         """Host memory for copies: the rest of the budget, or most of the free memory."""
@@ -327,14 +327,9 @@ class Session(Budgets):
         """Whether anything lives on disk."""
         return self.store is not None and self.store.files.directory is not None
 
-    @property
-    def disk_overhead_bytes(self) -> int:
-        """Bytes of a store beside the files of blocks, under any plan."""
-        return self._directories.overhead_bytes
-
     def disk_root(self) -> Path:
         """An existing directory on the disk where files are or would be."""
-        return self._directories.disk_root(self.store)
+        return self.directories.disk_root(self.store)
 
     # ---- while it runs ---------------------------------------------------------------------------
 
@@ -403,7 +398,7 @@ class Session(Budgets):
         """Bytes so far: peaks of host and device memory, files, staging, and transfers."""
         if self._final_report:
             return self._final_report
-        report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self._directories.disk_bytes}
+        report = {"host_peak_bytes": peak_resident_bytes(), "disk_bytes": self.directories.disk_bytes}
         if buckets := self.rules.buckets.device_bytes + self.rules.buckets.host_bytes:
             report["bucket_bytes"] = buckets
         if self.executor is not None and self.executor.device is not None:
@@ -476,7 +471,7 @@ class Session(Budgets):
         self.drain()
         parts = [part for block in self.blocks for part in block.parts]
         self._state_snapshot = take_snapshot(
-            self.store, parts, self.disk_root(), room_bytes=self._directories.room_bytes(self.store)
+            self.store, parts, self.disk_root(), room_bytes=self.directories.room_bytes(self.store)
         )
         return self._state_snapshot
 
@@ -581,7 +576,7 @@ class Session(Budgets):
         self._end_snapshot()
         if self.executor is not None:
             self.executor.stop()
-        self._directories.close_swaps()
+        self.directories.close_swaps()
         if self.store is not None:
             self._final_report = self.memory_report()
             self.recorder.close()

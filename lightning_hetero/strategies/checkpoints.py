@@ -56,18 +56,6 @@ class _Run(Protocol):
     def drop_session(self) -> None: ...
 
 
-class _Keys(Protocol):
-    """What ``load_state_dict`` returns."""
-
-    @property
-    def missing_keys(self) -> list[str]:
-        """Keys that the state lacks."""
-
-    @property
-    def unexpected_keys(self) -> list[str]:
-        """Keys that the model lacks."""
-
-
 class Checkpoints:
     """Saves and loads for a strategy that offloads, around Lightning's own methods.
 
@@ -249,7 +237,7 @@ class Checkpoints:
 
     def load_weights(
         self,
-        load: Callable[[bool], _Keys],
+        load: Callable[[bool], tuple[list[str], list[str]]],
         checkpoint: Mapping[str, Mapping[str, object]],
         *,
         strict: bool,
@@ -257,7 +245,7 @@ class Checkpoints:
         """Writes weights to their tiers, or keeps them until the model has been :meth:`placed`.
 
         Args:
-            load: Loads the state, strictly or not, and returns the keys that did not fit.
+            load: Loads the state, strictly or not; returns keys that it lacks and that do not fit.
             checkpoint: Lightning's checkpoint.
             strict: Whether to refuse keys that do not fit.
         """
@@ -276,7 +264,7 @@ class Checkpoints:
         with self.base.loading(checkpoint["state_dict"], session):
             keys = load(strict and not excluded)
         if strict and excluded and keys is not None:
-            frozen_base.check_keys(keys.missing_keys, keys.unexpected_keys, excluded)
+            frozen_base.check_keys(*keys, excluded)
         if session is not None:
             session.commit()
         for value in checkpoint["state_dict"].values():
