@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
-from lightning_hetero.convert.saved_tensors import SavedTensor, open_weights
+from lightning_hetero.convert.saved_tensors import PickledTensor, open_weights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.in_place import TensorPlace
 
@@ -90,7 +90,7 @@ class ModelWeights:
     def place(self, name: str) -> TensorPlace | None:
         """Where a parameter or buffer is; ``None`` if it is not in a local safetensors file."""
         stored = self._stored[name]
-        local = None if isinstance(stored, SavedTensor) else stored.path.local
+        local = None if isinstance(stored, PickledTensor) else stored.path.local
         return None if local is None else TensorPlace(os.path.realpath(local), stored.dtype, stored.start)
 
     def _match(self, targets: Mapping[str, Tensor], files: WeightFiles, prefix: str, *, strict: bool) -> None:

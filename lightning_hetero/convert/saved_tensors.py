@@ -25,7 +25,7 @@ _ENDS = (".bin", ".pt", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensor(StoredTensor):
+class PickledTensor(StoredTensor):
     """One tensor of a ``torch.save`` file.
 
     Attributes:
@@ -61,7 +61,7 @@ def open_weights(path: object) -> WeightFiles:
         for name, value in _tensors_of(file).items():
             if name in tensors:
                 raise ConfigError(f"{str(place)!r}: {name!r} is in {tensors[name].path.name} and in {file.name}. Remove one.")
-            tensors[name] = SavedTensor(name, file, value.dtype, value.shape, 0, value)
+            tensors[name] = PickledTensor(name, file, value.dtype, value.shape, 0, value)
     return WeightFiles(place, tensors, {}) if tensors else WeightFiles.open(place)
 
 

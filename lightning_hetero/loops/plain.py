@@ -156,7 +156,7 @@ class OffloadedLoop:
         self._handles: list[RemovableHandle] = []
         self._last_plan: Plan | None = None
         self.optimizers: tuple[Optimizer, ...] = ()
-        self._quantized: list[quantized.Handle] = []
+        self._quantized: list[quantized.Removable] = []
         _refuse_second(model)
         quantized.quantize(model)
         quantizing.unpack(model)

@@ -31,16 +31,16 @@ _NODE = "MatMul4BitBackward"
 _PACKS_ANEW = "support_avx512bf16_for_cpu"
 
 
-class Handle(Protocol):
+class Removable(Protocol):
     """A change of a layer."""
 
     def remove(self) -> None:
         """Undoes what it stands for."""
 
 
-def follow(root: nn.Module) -> list[Handle]:
+def follow(root: nn.Module) -> list[Removable]:
     """Lets quantized layers read their parameters, until the handles are removed."""
-    handles: list[Handle] = []
+    handles: list[Removable] = []
     for _, module, weight in weights_of(root):
         if vars(weight).get("quant_state") is not None:
             handles += [module.register_forward_hook(partial(_free_node, weight)), _Layout(module)]
@@ -50,7 +50,7 @@ def follow(root: nn.Module) -> list[Handle]:
     return handles
 
 
-def _in_their_autocast(module: nn.Module) -> list[Handle]:
+def _in_their_autocast(module: nn.Module) -> list[Removable]:
     """See [Note: Operators of other libraries]."""
     return [
         module.register_forward_pre_hook(foreign.layer_begins),

@@ -69,7 +69,7 @@ class OffloadRun:
         self.session: Session | None = None
         self.training: Training | None = None  # the steps of the current fit
         self._retry: StepRetry | None = None
-        self._quantized: list[quantized.Handle] = []  # of layers of bitsandbytes, from setup to teardown
+        self._quantized: list[quantized.Removable] = []  # of layers of bitsandbytes, from setup to teardown
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
         self._heads: ChunkedCausalLMs | None = None  # from setup to teardown

@@ -1,5 +1,5 @@
-"""The package's modules: no import leads back to where it began, and no name stands for two files
-of a room.
+"""The package's modules: no import leads back to where it began, no two files of a room have one name,
+and no two public classes.
 """
 
 from __future__ import annotations
@@ -96,3 +96,12 @@ def test_a_circle_is_found_inside_functions_and_for_type_checkers(tmp_path: Path
 def test_no_two_files_have_one_name(room: str) -> None:
     names = Counter(path.name for path in (PACKAGE / room).rglob("*.py") if path.name != "__init__.py")
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.profiling.presets.rows import Kind, Layout, Module, Operator, Rows, linear, norm
+from lightning_hetero.profiling.presets.rows import BlockRows, Kind, Layout, Module, Operator, linear, norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def layout(config: Config) -> Layout | None:
     experts = traits.experts(config) if traits.experts is not None else None
     tied = config.flag("tie_word_embeddings", default=traits.tied)
     table = Module(name="model.embed_tokens", kind=Kind.EMBEDDING, inputs=vocabulary, outputs=h, used=0)
-    embedding = Rows(
+    embedding = BlockRows(
         name=table.name,
         operators=(Operator(name="embed_tokens", width=h, kept=False, module=table),),
         boundary_width=0,
@@ -215,18 +215,18 @@ def layout(config: Config) -> Layout | None:
     return Layout(blocks=blocks, experts=traits.expert_names)
 
 
-def _end(config: Config, h: int, vocabulary: int, *, tied: bool) -> tuple[Rows, ...]:
+def _end(config: Config, h: int, vocabulary: int, *, tied: bool) -> tuple[BlockRows, ...]:
     """The last norm and the head with the loss.
 
     torch's cross entropy keeps fp32 log-probabilities. Forward also holds the logits and an fp32
     copy, backward two gradients of these sizes.
     """
-    last = Rows(name="model.norm", operators=(norm("norm", "model", h),), boundary_width=h, transient_width=h, pinned=True)
+    last = BlockRows(name="model.norm", operators=(norm("norm", "model", h),), boundary_width=h, transient_width=h, pinned=True)
     module = Module(name="lm_head", kind=Kind.LINEAR, inputs=h, outputs=vocabulary, tied=tied, head=True)
     logits = [Operator(name="lm_head", width=vocabulary, itemsize=4, module=module, reads="norm" if tied else "")]
     if config.values.get("final_logit_softcapping") is not None:
         logits.append(Operator(name="softcapping", width=vocabulary))
-    head = Rows(
+    head = BlockRows(
         name="lm_head",
         operators=tuple(logits),
         boundary_width=h,
@@ -237,7 +237,7 @@ def _end(config: Config, h: int, vocabulary: int, *, tied: bool) -> tuple[Rows, 
     if not tied:
         return last, head
     return (
-        Rows(
+        BlockRows(
             name=last.name,
             operators=(*last.operators, *head.operators),
             boundary_width=h,
@@ -248,7 +248,7 @@ def _end(config: Config, h: int, vocabulary: int, *, tied: bool) -> tuple[Rows, 
     )
 
 
-def _layer(c: Config, traits: _Traits, experts: _Experts | None, index: int) -> Rows:
+def _layer(c: Config, traits: _Traits, experts: _Experts | None, index: int) -> BlockRows:
     prefix, h = f"model.layers.{index}", c.size("hidden_size")
     attention, attention_width = (_latent_attention if traits.latent else _attention)(c, traits, prefix)
     before_mlp = "pre_feedforward_layernorm" if traits.four_norms else "post_attention_layernorm"
@@ -261,7 +261,7 @@ def _layer(c: Config, traits: _Traits, experts: _Experts | None, index: int) -> 
         mlp = _mixture(experts, prefix, h, reads=before_mlp, bias=traits.mlp_bias and c.flag("mlp_bias", default=False))
         mlp_width = 3 * (experts.used * experts.width + experts.shared)
     outputs = (norm("post_attention_layernorm", prefix, h, kept=True),) if traits.four_norms else ()
-    return Rows(
+    return BlockRows(
         name=prefix,
         operators=(
             norm("input_layernorm", prefix, h),

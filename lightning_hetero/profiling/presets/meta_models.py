@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.profiling.presets.families import KNOWN, Config
-from lightning_hetero.profiling.presets.rows import Kind, Layout, Module, Operator, Rows
+from lightning_hetero.profiling.presets.rows import BlockRows, Kind, Layout, Module, Operator
 from lightning_hetero.store.partition import BlockSpec, partition
 
 
@@ -106,7 +106,7 @@ class _Reader:
     def __init__(self, built: _Built, spec: BlockSpec) -> None:
         self._spec, self._head, self._used, self._width = spec, built.head, built.used, built.width
 
-    def rows(self) -> Rows:
+    def rows(self) -> BlockRows:
         """The block."""
         spec, own = self._spec, {id(p) for p in self._spec.params.values()}
         operators = [o for inner, module in spec.module.named_modules() for o in self._operators(inner, module, own)]
@@ -115,7 +115,7 @@ class _Reader:
         if not spec.pinned:
             operators.append(Operator(name="attention", width=self._width, pair_flop=4 * self._width))
         is_head = any(o.module is not None and o.module.head for o in operators)
-        return Rows(
+        return BlockRows(
             name=spec.name,
             operators=tuple(operators),
             boundary_width=0 if is_table and spec.pinned else self._width,
@@ -176,10 +176,10 @@ def _in_and_out(short: str, module: Module, *, itemsize: int = 0) -> Iterator[Op
     yield Operator(name=short, width=module.used * module.outputs, module=module, reads=f"{short}.input", itemsize=itemsize)
 
 
-def _with_head(rows: Rows, head: nn.Linear) -> Rows:
+def _with_head(rows: BlockRows, head: nn.Linear) -> BlockRows:
     """The last block with a head whose weights are the embedding's."""
     module = Module(name="lm_head", kind=Kind.LINEAR, inputs=head.in_features, outputs=head.out_features, tied=True, head=True)
-    return Rows(
+    return BlockRows(
         name=rows.name,
         operators=(*rows.operators, *_in_and_out("lm_head", module, itemsize=4)),
         boundary_width=rows.boundary_width,

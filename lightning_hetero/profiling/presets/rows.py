@@ -91,7 +91,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class BlockRows:
     """One block.
 
     Attributes:
@@ -127,7 +127,7 @@ class Layout:
             if they cannot be targets.
     """
 
-    blocks: tuple[Rows, ...]
+    blocks: tuple[BlockRows, ...]
     experts: str = ""
 
     @property

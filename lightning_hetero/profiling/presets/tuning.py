@@ -21,7 +21,7 @@ from lightning_hetero.ir.plan import TRAINED, is_divided
 from lightning_hetero.profiling.presets import adapters
 from lightning_hetero.profiling.presets.adapters import Lora
 from lightning_hetero.profiling.presets.quantization import Quantization, is_quantized
-from lightning_hetero.profiling.presets.rows import Layout, Module, Operator, Rows
+from lightning_hetero.profiling.presets.rows import BlockRows, Layout, Module, Operator
 from lightning_hetero.profiling.presets.transformers import Shape
 
 _ID_BYTES = 8  # of a token
@@ -107,7 +107,7 @@ class _Stored:
 class _Tuned:
     """One block with its adapters, at one batch shape."""
 
-    def __init__(self, rows: Rows, shape: Shape, tuning: Tuning, ranks: Mapping[str, int], copied: str) -> None:
+    def __init__(self, rows: BlockRows, shape: Shape, tuning: Tuning, ranks: Mapping[str, int], copied: str) -> None:
         self._rows, self._shape, self._tuning, self._copied = rows, shape, tuning, copied
         self._lora = tuning.lora
         self._adapted = [(m, ranks[m.name]) for m in rows.modules if m.name in ranks]

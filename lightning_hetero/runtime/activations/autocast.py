@@ -31,7 +31,7 @@ from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.activations.names import has_storage, leaves
 from lightning_hetero.runtime.activations.operators import OperatorMode
-from lightning_hetero.runtime.activations.saved import Layout
+from lightning_hetero.runtime.activations.saved import TensorLayout
 from lightning_hetero.runtime.device.references import BoundWeights, WeightRef
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.raw_memory import tensor_at
@@ -110,7 +110,7 @@ class WeightCasts:
             return None
         if self.on_saved is not None:
             self.on_saved(tensor.untyped_storage())
-        return CastRef(cast, Layout.of(tensor))
+        return CastRef(cast, TensorLayout.of(tensor))
 
     def drop(self, block: Block) -> None:
         """A use of the block ends: frees the casts of its weights."""
@@ -156,7 +156,7 @@ class Cast:
 
     def __init__(self, casts: WeightCasts, source: WeightRef, tensor: Tensor) -> None:
         self.source, self.stays = source, False
-        self._casts, self._layout = casts, Layout.of(tensor)
+        self._casts, self._layout = casts, TensorLayout.of(tensor)
         self._held: torch.UntypedStorage | None = tensor.untyped_storage()  # in use
         self._storage = weakref.ref(self._held)
         self._num_bytes = self._held.nbytes()
@@ -203,7 +203,7 @@ class CastRef:
     """Stands for a cast among autograd's saved tensors."""
 
     cast: Cast
-    layout: Layout  # how the saved tensor lies in its storage
+    layout: TensorLayout  # how the saved tensor lies in its storage
 
     def view(self) -> Tensor:
         """The saved tensor; raises as :meth:`Cast.content`."""

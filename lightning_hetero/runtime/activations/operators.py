@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_hetero.ir.plan import Saved
 from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage, leaves
-from lightning_hetero.runtime.activations.saved import Layout, SavedTensor
+from lightning_hetero.runtime.activations.saved import SavedTensor, TensorLayout
 from lightning_hetero.untyped import Operator
 
 _ATEN = torch.ops.aten
@@ -103,7 +103,7 @@ class Output:
     """One tensor that an operator has returned: its storage and how it lies there."""
 
     made: Made
-    layout: Layout
+    layout: TensorLayout
 
     def tensor(self) -> Tensor | None:
         """A new tensor over backward's bytes of an output; ``None`` if they are gone or changed."""
@@ -172,7 +172,7 @@ class Watch(OperatorMode):
             self._record.order.append(func)
             if fresh and len(fresh) == len(results) and given and self._may_spare(func, name):
                 result = _replaced(
-                    out, lambda leaf: Output(outputs[id(leaf)], Layout.of(leaf)) if isinstance(leaf, Tensor) else leaf
+                    out, lambda leaf: Output(outputs[id(leaf)], TensorLayout.of(leaf)) if isinstance(leaf, Tensor) else leaf
                 )
                 self._record.spared[place] = Ran(result, RandomState.now(self._device) if _is_random(func) else None)
         return out

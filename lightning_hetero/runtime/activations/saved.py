@@ -25,7 +25,7 @@ class Packed(Protocol):
         """The saved tensor, on the device: the unpack hook gives it to autograd."""
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """How a tensor lies in its storage: dtype, shape, strides and offset in elements."""
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> TensorLayout:
         """The layout of an ordinary dense tensor."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -67,7 +67,7 @@ class SavedTensor:
         self.recompute = recompute  # of the forward that saved it; ``None`` for an argument of a forward
         self.name = name  # of that forward or argument, for errors
         self.number = number  # its place among the tensors that the forward has saved
-        self.layout = Layout.of(tensor)  # how it lies in its storage
+        self.layout = TensorLayout.of(tensor)  # how it lies in its storage
         self.home = home  # its storage, if that may leave the device
         self.tensor = None if dropped else tensor  # ``None`` while it is away
         self.version = tensor._version  # the version counter of ``tensor`` when it was saved
@@ -106,7 +106,7 @@ class SavedTensor:
         self.changed |= self.is_changed()
         self.tensor = None
 
-    def covers(self, layout: Layout) -> bool:
+    def covers(self, layout: TensorLayout) -> bool:
         """Whether a tensor of this layout lies within the bytes that were moved with this one."""
         if self.home is None or self.home.swap is None:
             return True
@@ -180,7 +180,7 @@ class SavedStorage:
         if poison and raw is not None and torch._C._storage_Use_Count(raw.untyped_storage()._cdata) <= 2:
             raw.fill_(POISON)
 
-    def returned(self, layout: Layout) -> Tensor:
+    def returned(self, layout: TensorLayout) -> Tensor:
         """A tensor of it in the memory that the swap brought back; compute waits for that."""
         if self.swap is None:
             raise HeteroError("a saved tensor has left the device without a swap; this is a bug.")
