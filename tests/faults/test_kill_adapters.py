@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import around, in_child
-from support.scripts import output_of, result_of
+from support.children import Report, around, assert_nothing_lost, in_child, kill_all, report_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
@@ -62,38 +61,33 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All kills run in one process that forks."""
-    folder = tmp_path_factory.mktemp("adapters")
-    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
-    return found
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_kill_of_lora_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
-    found = report[case.name]
-    assert found["killed"], "the point was never reached"
-    assert found["resumed_at"] in case.resumes
-    assert not found["difference"]
+def test_a_kill_of_lora_loses_no_committed_step(report: Report, case: Case) -> None:
+    assert_nothing_lost(report[case.name], case.resumes)
 
 
-def test_the_base_is_read_in_place_until_it_is_set_free(report: dict[str, Any]) -> None:
+def test_the_base_is_read_in_place_until_it_is_set_free(report: Report) -> None:
     assert report["parts"]["before"] > report["parts"]["after"] > 0
 
 
 def main(root: Path) -> None:
     """Every case; an assertion that fails ends the process."""
+    import peft  # noqa: F401  once for all children
+    import support.llama  # noqa: F401
+
+    import lightning_hetero.convert.safetensors
+    import lightning_hetero.strategies  # noqa: F401
+
+    file = root / "parts.json"
     in_child(partial(write_weights, root))
     in_child(partial(train_plain, root))
-    report: dict[str, Any] = {}
-    file = root / "case.json"
-    for case in CASES:
-        killed = in_child(partial(die_at, root, case))
-        in_child(partial(resume, root, file, case))
-        report[case.name] = {"killed": killed, **json.loads(file.read_text())}
-        shutil.rmtree(root / "store")
     in_child(partial(count_in_place, root, file))
-    print(json.dumps({**report, "parts": json.loads(file.read_text())}))
+    shutil.rmtree(root / "store")
+    kill_all(root, CASES, die_at, resume, parts=json.loads(file.read_text()))
 
 
 # ---- what children do ----------------------------------------------------------------------------

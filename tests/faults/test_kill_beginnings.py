@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import around, in_child
-from support.scripts import output_of, result_of
+from support.children import Report, around, in_child, report_of
 
 STEPS, KEPT, MORE = 6, 2, 4
 
@@ -59,15 +58,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All kills run in one process that forks."""
-    folder = tmp_path_factory.mktemp("beginnings")
-    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
-    return found
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_command_continues_after_a_kill(report: dict[str, Any], case: Case) -> None:
+def test_the_same_command_continues_after_a_kill(report: Report, case: Case) -> None:
     found = report[case.name]
     assert found["killed"], "the point was never reached"
     at = {"anew": 0, "snapshot": MORE if case.point == "training" else KEPT}[case.begins]

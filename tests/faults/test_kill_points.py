@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.children import around, in_child
-from support.scripts import output_of, result_of
+from support.children import Report, around, in_child, report_of
 
 STEPS = 6
 CLIPS, KEEPS = 1e-2, 1e6
@@ -78,15 +77,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All kills run in one process that forks: importing torch takes longer than training."""
-    folder = tmp_path_factory.mktemp("kills")
-    found: dict[str, Any] = result_of(output_of(Path(__file__), folder, cwd=folder))
-    return found
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return report_of(__file__, tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_kill_at_this_point_loses_no_committed_step(report: dict[str, Any], case: Case) -> None:
+def test_a_kill_at_this_point_loses_no_committed_step(report: Report, case: Case) -> None:
     found = report[case.name]
     assert found["killed"] == 1 + case.twice, "the point was never reached"
     assert found["tried"] > 0

@@ -67,13 +67,15 @@ def report_of(script: str, factory: pytest.TempPathFactory) -> Report:
 
 
 def kill_all(
-    root: Path, cases: Iterable[Any], die_at: Callable[[Path, Any], object], resume: Callable[[Path, Path, Any], object]
-) -> None:
+    root: Path, cases: Iterable[Any], die_at: Callable[[Path, Any], object], resume: Callable[[Path, Path, Any], object],
+    **more: object,
+) -> None:  # fmt: skip
     """Lets a child die in each case and another one go on from its store, and prints the report.
 
-    ``resume`` writes what it finds to the file that it gets: ``resumed_at`` and ``difference``.
+    ``resume`` writes what it finds to the file that it gets: ``resumed_at`` and ``difference``. The
+    report has ``more`` too.
     """
-    report, file = {}, root / "case.json"
+    report, file = dict(more), root / "case.json"
     for case in cases:
         killed = in_child(partial(die_at, root, case))
         in_child(partial(resume, root, file, case))

@@ -1,5 +1,5 @@
-"""The package's modules: no import leads back to where it began, no two files of a room have one name,
-and no two public classes.
+"""The package's modules: no import leads back to where it began, no two files of a room have one
+name, and no two public classes of the package.
 """
 
 from __future__ import annotations
