@@ -1,4 +1,4 @@
-"""A device with streams as plans see it: what of its memory they may use.
+"""A device with streams as plans see it: how much of its memory they may use.
 
 [Note: Memory of a GPU]
 Free memory is measured once the process's context exists, with the libraries that matrix products
@@ -19,7 +19,7 @@ from lightning_hetero.units import KIB, MIB, format_bytes
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
 _STAGING_SHARE = 256  # each direction takes at most this part of the memory to convert in
-_LOST_SHARE = 32  # and this part is lost in gaps and workspaces
+_LOST_SHARE = 32  # this part is lost in gaps and workspaces
 _GAPS = "inactive_split_bytes"  # in torch's statistics
 
 

@@ -101,7 +101,7 @@ class Executor:
 
     @property
     def updates_run(self) -> bool:
-        """Whether updates may still run; nobody has waited for all of them."""
+        """Whether updates may still run: they have not all been waited for."""
         return bool(self.handlers.updating)
 
     @property

@@ -256,12 +256,12 @@ class Handlers:
         if verdict is not None and is_kept and not self._updater.has_work(block, verdict):
             return None  # only discarded updates run again
         early, armed = self._deferred and verdict is None, self._batch.armed
-        if early and (armed is None or not self._speculation.hopes(block, armed)):
+        if early and (armed is None or not self._speculation.is_wanted(block, armed)):
             return None
 
         def run() -> Sequence[Ticket]:
             with self._turn:
-                if early and not self._speculation.may_be_tried(block.parts):
+                if early and not self._speculation.can_take_back(block.parts):
                     return []
                 return self._updater.open(block, priority=self._urgency(block), after=self._lanes.behind, speculative=early)
 
@@ -418,7 +418,7 @@ class Handlers:
         """GRAD. A speculative update reads what it needs of the gradients before they leave."""
         binding, gradients = self._batch.armed, side.gradients
         early = self._deferred and self._updater.verdict is None
-        if early and binding is not None and self._speculation.hopes(block, binding):
+        if early and binding is not None and self._speculation.is_wanted(block, binding):
             mine = [p for p in block.params() if p.grad is not None and self._updater.owners.get(id(p)) is binding]
             self._speculation.leave(block, mine, binding, whole=gradients.ids().isdisjoint(map(id, block.params())))
         run = gradients.take(block)

@@ -3,12 +3,11 @@
 [Note: Writes through data]
 Torch's ``param.data`` is a tensor with a version counter of its own, so the parameter's counter
 does not show a write such as ``param.data.mul_(0.5)``. But copies of weights follow that counter: a
-device's copy, fp32 masters, files of weights that come and go, and mirrors on disk. So for
-parameters of which a session has copies, ``data`` is what ``detach()`` gives: the same memory, and
-the parameter's counter. As with any write in place, autograd raises if a backward needs the old
-values. Trained fp32 weights that stay in memory have no copy but their mirror. Their ``data`` is
-torch's own. From the first time that code takes it, the mirror is written at the end of every step
-that is kept.
+device's copy, fp32 masters, files of weights that come and go, and mirrors on disk. So if a
+session has copies of a parameter, its ``data`` is what ``detach()`` gives: the same memory, and the
+parameter's counter. As with any write in place, autograd raises if a backward needs the old values.
+The only copy of trained fp32 weights that stay in memory is their mirror. Their ``data`` is torch's
+own. Once code has taken it, the mirror is written at the end of every step that is kept.
 
 ``param.data = value`` is noted in [Note: Moved weights]; ``param.set_(value)`` does the same.
 """
@@ -74,8 +73,8 @@ class Watched:
             assign(self.part, self.index, value, stays=stays, is_saved=on_device)
 
 
-# By the parameter's id, the latest session last. Only the session holds its rows, and thereby the
-# model: a model that nobody else holds is freed with its session.
+# By the parameter's id, the latest session last. Only the session holds its rows, and with them the
+# model. So a model without other references is freed with its session.
 _watched: defaultdict[int, list[weakref.ref[Watched]]] = defaultdict(list)
 
 

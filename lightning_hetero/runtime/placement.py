@@ -245,8 +245,7 @@ class Placer:
             names, tier = ", ".join(p.name for p in outside), outside[0].weights.value
             log.info("The weights of %s are used outside repeated blocks, so they stay in %s memory.", names, tier)
         if trained := [new for block, new in moved if block.rest is not None]:
-            what, tier = f"{len(trained)} blocks, which are frozen but for these,", trained[0].weights.value
-            log.info("The trained weights of %s stay in %s memory.", what, tier)
+            log.info("The trained weights of %d blocks stay in %s memory.", len(trained), trained[0].weights.value)
         return found
 
     def check_optimizers(self, plan: Plan) -> None:

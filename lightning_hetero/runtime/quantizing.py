@@ -129,10 +129,10 @@ class QuantizedContent:
 
 
 def content_of(root: nn.Module, content: Content | None, kept: Mapping[str, str]) -> Content | None:
-    """The content of a model of which layers may be on the meta device that quantize their weights.
+    """The content of a model whose layers on the meta device may quantize weights as they are read.
 
     Args:
-        root: The model. Such layers get the shape and the dtype of packed weights.
+        root: The model. Those layers get the shape and the dtype of packed weights.
         content: What files have.
         kept: Digests of the scales that the weights of a resumed store belong to, by name.
 

@@ -112,10 +112,10 @@ class Speculation:
         """Whether the block's update may run now."""
         if on_device:
             return block.index in self._left
-        return self.hopes(block, binding) and self.may_be_tried(block.parts)
+        return self.is_wanted(block, binding) and self.can_take_back(block.parts)
 
-    def hopes(self, block: Block, binding: OptimizerBinding) -> bool:
-        """Whether the block's update may run now if :meth:`may_be_tried` still holds then."""
+    def is_wanted(self, block: Block, binding: OptimizerBinding) -> bool:
+        """Whether the block's update may run now, if the store :meth:`can_take_back` it."""
         if not self.trying or self.discarded or binding.rule is not Rule.NATIVE:
             return False
         revocable = block.plan.state is Tier.DISK and block.plan.update is UpdateLane.CPU
@@ -123,7 +123,7 @@ class Speculation:
             binding.is_new(part, p) for part in _with_state(block.parts) for p in part.params if p.grad is not None
         )
 
-    def may_be_tried(self, parts: Iterable[Part]) -> bool:
+    def can_take_back(self, parts: Iterable[Part]) -> bool:
         """Whether updates of these parts can be taken back."""
         return all(self._store.may_speculate(part) for part in _with_state(parts))
 
@@ -151,7 +151,7 @@ class Speculation:
     def run(self, trial: Trial, *, priority: int, after: Sequence[Ticket]) -> Sequence[Ticket]:
         """Runs the update if the store can take it back; otherwise it runs after the verdict."""
         with self._turn:
-            if self.may_be_tried(one.part for one in trial.due.parts):
+            if self.can_take_back(one.part for one in trial.due.parts):
                 for one in () if trial.divided else trial.due.parts:
                     if one.claim is not None:
                         params = [one.part.params[i] for i in one.indices]

@@ -187,7 +187,7 @@ class Verifier:
             )
         if set(on_cpu) != set(self._on_cpu):
             params = {id(p): p for p in module.parameters() if id(p) in on_cpu and p.requires_grad}.values()
-            _check_memory(sum(_update_bytes(p) for p in params), "what of its reference the CPU updates")
+            _check_memory(sum(_update_bytes(p) for p in params), "the part of its reference that the CPU updates")
             self._on_cpu = frozenset(on_cpu)
 
     def _place(self, twin: Tensor) -> torch.device:

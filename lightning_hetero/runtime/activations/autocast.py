@@ -49,9 +49,7 @@ class WeightCasts:
     """The casts of one model's weights.
 
     Contract: :meth:`enter` and :meth:`leave` surround a forward of a block whose weights leave
-    memory between uses. :meth:`drop` comes when a use of a block ends, before its weights may
-    leave.
-
+    memory between uses. :meth:`drop` comes when a use of a block ends, before its weights leave.
     """
 
     device_type: str  # the type that tensors report where blocks compute

@@ -172,7 +172,7 @@ class BlockActivations:
         self.name, self.module, self.index, self.rules = name, module, index, rules
         # The policies of operators that differ from ``rules.saved``.
         self.operators = {operator: policy for operator, policy in rules.operators.items() if policy is not rules.saved}
-        self.unmet = set(self.operators)  # the operators among them of which no forward has saved anything yet
+        self.unmet = set(self.operators)  # those of them whose tensors no forward has saved yet
         self.recomputes = Saved.RECOMPUTE in (rules.saved, *self.operators.values())  # some of its saved tensors are dropped
         self.names = OperatorNames()  # names its operators in this batch
         self.buffers = Buffers(name, module)

@@ -85,8 +85,8 @@ class Rerun:
         """Refuses a forward that cannot be run again.
 
         Raises:
-            UnsupportedError: Forward has changed its arguments in place, or buffers of which there
-                is no copy.
+            UnsupportedError: Forward has changed its arguments in place, or buffers that were not
+                copied.
         """
         inputs, self._inputs = self._inputs, []
         if not self.dropped:

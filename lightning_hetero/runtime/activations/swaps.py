@@ -293,7 +293,7 @@ class Swap:
         self._file = None
 
     def _demand(self, lane: Lane, num_bytes: int) -> Op:
-        """An op that no schedule has: backward needs the bytes earlier than forward let expect."""
+        """An op outside the schedule: backward needs the bytes earlier than expected."""
         return Op(id=-1, kind=OpKind.SWAP_IN, block=self._block, lane=lane, at=-1, payload=Payload.ACTIVATIONS, num_bytes=num_bytes)
 
 

@@ -29,7 +29,7 @@ class DeviceResidency(Residency):
         self._lanes, self._side, self.copies = lanes, side, side.weights
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
-        # Blocks of which the host has weights and state until MIRROR ends.
+        # Blocks whose weights and state have host memory until their MIRROR ends.
         self._lent: dict[int, tuple[list[Part], list[Part]]] = {}
 
     # ---- places ----------------------------------------------------------------------------------
