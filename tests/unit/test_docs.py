@@ -12,6 +12,7 @@ import pytest
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.parallel.strategies.hetero_parallel import HeteroParallel
 from lightning_hetero.strategies.hetero_offload import HeteroOffload
+from lightning_hetero.strategies.option_checks import choices
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -32,6 +33,11 @@ def test_documented_defaults_are_the_real_ones() -> None:
     parameters = inspect.signature(HeteroOffload.__init__).parameters
     for name, default in re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", OPTIONS, re.MULTILINE):
         assert parameters[name].default == ast.literal_eval(default), name
+
+
+def test_options_of_loops_and_strategies_have_the_same_types_and_defaults() -> None:
+    given = inspect.signature(HeteroOffload.__init__).parameters
+    assert inspect.signature(choices).parameters == {name: p for name, p in given.items() if name not in LIGHTNINGS_OWN}
 
 
 def test_the_options_of_the_parallel_strategy_are_documented_with_their_defaults() -> None:
