@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +11,16 @@ import pytest
 import torch
 from support.machines import HARDWARE
 from support.models import Model, Shape
+from support.plain_loops import Run, adamw, assert_equal, batches, loss_of, outcome, plans, simple
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import lightning_hetero
-from lightning_hetero import EmulatedDevice
-from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 
 OVERLAPS = ("none", "forward", "backward")
-
-
-def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(count):
-        yield torch.randint(0, 37, (4, 5), generator=generator), torch.randint(0, 37, (4, 5), generator=generator)
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-
-@dataclass
-class Run:
-    model: Model
-    optimizers: list[Optimizer]
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.optimizers[0]
-
-    def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = loss_of(self.model, batch)
-        loss.backward()
-        self.losses.append(loss.item())
-        return loss
-
-
-def simple(run: Run) -> None:
-    for batch in batches(5):
-        run.optimizer.zero_grad()
-        run.backward(batch)
-        run.optimizer.step()
 
 
 def zero_at_end(run: Run) -> None:
@@ -253,60 +217,13 @@ LOOPS = [
     accumulating, never_zeroed, clipped, scaled, two_forwards, two_backwards, by_hand, interrupted, evaluating, failed_backward,
     failed_closure, two_step,
 ]  # fmt: skip
+
+
 STEP_BY_STEP = [simple, zero_at_end, closure, scheduled, autocast, in_parts]  # step() follows each backward
-
-
-def plans(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    small = {"disk_path": tmp_path / "store"}
-    device = EmulatedDevice("2MiB")
-    return {
-        "host": {"plan": "host"},
-        "disk": {"plan": "disk", **small},
-        "device": {"plan": "host", "device": device},
-    }
-
-
-def adamw(model: nn.Module) -> list[Optimizer]:
-    return [torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)]
 
 
 def sgd(model: nn.Module) -> list[Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
-
-
-def outcome(
-    loop: Callable[[Run], None],
-    make: Callable[[nn.Module], list[Optimizer]],
-    context: Callable[[Model, Any], Any] | None,
-    shape: Shape,
-) -> dict[str, Any]:
-    torch.manual_seed(3)
-    model = Model(shape)
-    optimizers = make(model)
-    run = Run(model, optimizers)
-    around: AbstractContextManager[Any] = nullcontext() if context is None else context(model, optimizers)
-    torch.manual_seed(4)
-    with around:
-        loop(run)
-    return {
-        "losses": run.losses,
-        "weights": {name: value.clone() for name, value in model.state_dict().items()},
-        "state": [copy.deepcopy(one.state_dict()["state"]) for one in optimizers],
-        "random": torch.get_rng_state(),
-        "grads": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-    }
-
-
-def assert_equal(one: dict[str, Any], other: dict[str, Any], *, grads: bool = True) -> None:
-    assert one["losses"] == other["losses"]
-    for name, value in one["weights"].items():
-        assert torch.equal(value, other["weights"][name]), name
-    torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
-    assert torch.equal(one["random"], other["random"])
-    if grads:
-        for a, b in zip(one["grads"], other["grads"], strict=True):
-            assert (a is None) == (b is None)
-            assert a is None or b is None or torch.equal(a, b)
 
 
 def every_pair() -> Iterator[tuple[Callable[[Run], None], str, str]]:
@@ -383,101 +300,9 @@ def test_overlapping_backward_refuses_a_batch_without_a_step(tmp_path: Path) -> 
         outcome(accumulating, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
 
 
-def norm(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)
-
-
-def norm_one_by_one(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.05, foreach=False)
-
-
-def value(run: Run) -> None:
-    nn.utils.clip_grad_value_(run.model.parameters(), 0.05)
-
-
-def unscaled(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(run.optimizer)
-
-
-def multiplied(run: Run) -> None:
-    for param in run.model.blocks.parameters():
-        assert param.grad is not None
-        param.grad.mul_(0.5)
-
-
-@pytest.mark.parametrize("use", [norm, norm_one_by_one, value, unscaled, multiplied])
-@pytest.mark.parametrize("where", ["host", "disk", "device"])
-def test_overlapping_backward_notices_that_the_loop_uses_gradients(use: Callable[[Run], None], where: str, tmp_path: Path) -> None:
-    def loop(run: Run) -> None:
-        run.optimizer.zero_grad()
-        run.backward(next(batches(1)))
-        with pytest.raises(UnsupportedError, match=r"gradient of '.*' is used before optimizer\.step"):
-            use(run)
-        run.optimizer.step()
-        assert all(param.grad is None for param in run.model.blocks.parameters())
-
-    options = plans(tmp_path)[where]
-    outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, overlap="backward", **options), Shape())
-
-
-@pytest.mark.parametrize("value", [None, 1.0])
-def test_overlapping_backward_notices_that_the_loop_sets_gradients(value: float | None) -> None:
-    def loop(run: Run) -> None:
-        run.backward(next(batches(1)))
-        for param in run.model.parameters():
-            param.grad = None if value is None else torch.full_like(param, value)
-        run.optimizer.step()
-
-    with pytest.raises(UnsupportedError, match=r"has set the gradient of '.*'"):
-        outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
-
-
-@pytest.mark.parametrize("plan", ["host", "disk"])
-def test_overlapping_forward_notices_gradients_written_in_place(plan: str) -> None:
-    def loop(run: Run) -> None:
-        for batch in batches(2):
-            run.backward(batch)
-            run.optimizer.step()
-            run.model.zero_grad(set_to_none=False)
-
-    with pytest.raises(UnsupportedError, match=r"written in place after optimizer\.step"):
-        outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, plan, overlap="forward"), Shape())
-
-
 def test_overlapping_backward_refuses_two_optimizers() -> None:
     with pytest.raises(ConfigError, match="2 optimizers"):
         outcome(two_optimizers, split, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
-
-
-def test_a_refused_start_leaves_the_model_as_it_was() -> None:
-    model = Model(Shape())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizers = adamw(model)
-    with pytest.raises(HeteroError, match="host_memory"):
-        lightning_hetero.offload(model, optimizers, "disk", host_memory="1KiB")
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert_equal(
-        outcome(simple, adamw, None, Shape()), outcome(simple, adamw, lambda m, o: lightning_hetero.offload(m, o, "host"), Shape())
-    )
-
-
-def test_an_error_in_the_loop_gives_the_model_back() -> None:
-    model = Model(Shape())
-    optimizers = adamw(model)
-
-    def interrupted() -> None:
-        with lightning_hetero.offload(model, optimizers, "disk"):
-            loss_of(model, next(batches(1))).backward()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        interrupted()
-    assert type(next(model.parameters())) is nn.Parameter
-    for batch in batches(2):
-        loss_of(model, batch).backward()
-        optimizers[0].step()
 
 
 def test_a_folder_is_read_into_a_model_on_the_meta_device(tmp_path: Path) -> None:
@@ -507,14 +332,3 @@ def test_a_model_is_evaluated_without_optimizers() -> None:
         for _ in range(3):
             assert torch.equal(model(batch[0]), expected)
     assert torch.equal(model(batch[0]), expected)
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    ({"keep_every": 2}, "needs Lightning's Trainer"),
-    ({"hostmemory": 3}, "Did you mean 'host_memory'"),
-    ({"overlap": "all"}, "allowed"),
-])  # fmt: skip
-def test_options_of_other_loops_are_refused(options: dict[str, Any], said: str) -> None:
-    model = Model(Shape())
-    with pytest.raises(ConfigError, match=said):
-        lightning_hetero.offload(model, adamw(model), "host", **options)
