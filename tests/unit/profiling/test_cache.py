@@ -10,28 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machines import ROOMY as PROFILE
 
-from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache
-
-PROFILE = HardwareProfile(
-    name="m",
-    device_memory_bytes=1,
-    host_memory_bytes=1,
-    disk_capacity_bytes=1,
-    device_flop_per_s=1.0,
-    link_h2d_bytes_per_s=0.0,
-    link_d2h_bytes_per_s=0.0,
-    disk_read_bytes_per_s=1.0,
-    disk_write_bytes_per_s=1.0,
-    disk_duplex=False,
-    host_dram_bytes_per_s=1.0,
-    cpu_update_params_per_s=1.0,
-    device_update_params_per_s=1.0,
-    cpu_downcast_params_per_s=1.0,
-    shared_memory=True,
-)
-
 
 MACHINE = {"processor": "x", "cores": 2}
 
