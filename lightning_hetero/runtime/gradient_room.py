@@ -57,8 +57,7 @@ class GradientRoom:
             OutOfMemoryBudgetError: Free memory ends before the kernel has to kill the process.
         """
         if self._holds_activations:
-            self._heap.block_begins()
-            self._refuse(self._heap.missing(), "forward", block)
+            self._refuse(self._heap.missing(in_forward=True), "forward", block)
 
     def _refuse(self, missing_bytes: int, phase: str, block: Block) -> None:
         if missing_bytes:

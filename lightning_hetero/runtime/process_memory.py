@@ -63,7 +63,7 @@ class Heap:
         self._before_forward = 0
         self._activations = 0
         self._in_vain = 0  # resident memory after a trim that freed nothing
-        self._last_forward = 0  # bytes given out at the last anchor of a forward
+        self._last_forward: int | None = None  # bytes given out at the last anchor, if it was asked there
         self._growth = 0  # the most that they grew by from one such anchor to the next
         self._set_thresholds(_LARGEST)
 
@@ -93,8 +93,7 @@ class Heap:
         """A step begins. Its forward fills ``coming_bytes`` that malloc does not give out."""
         if self._trim is not None:
             self.check(coming_bytes)
-            self._before_forward = self._allocated()
-        self._last_forward = self._allocated()
+        self._before_forward = self._last_forward = self._allocated()
 
     def backward_begins(self) -> None:
         """Forward has added activations, for which an early budget has no room."""
@@ -119,25 +118,28 @@ class Heap:
         """Bytes beyond budget and activations once ``coming_bytes`` are allocated, at least 0."""
         return max(0, self._resident() + coming_bytes - self._limit - self._activations)
 
-    def block_begins(self) -> None:
-        """A block's forward begins: notes how much the one before it has added."""
-        if self._takes_what_is_free:
-            allocated = self._allocated()
-            self._growth = max(self._growth, allocated - self._last_forward)
-            self._last_forward = allocated
-
-    def missing(self, coming_bytes: int = 0) -> int:
+    def missing(self, coming_bytes: int = 0, *, in_forward: bool = False) -> int:
         """Bytes of free memory that the next block lacks; 0 if the user has set a budget.
 
         Without ``host_memory`` the budget comes from the free memory, before a batch has shown what
         it needs. Where free memory ends, the kernel would kill the process. Once a batch has been
         profiled, the budget includes activations, and nothing is looked at here. ``coming_bytes``
-        are allocated until the next anchor, beside what a block's forward adds.
+        are allocated until the next anchor, beside what a block's forward adds. ``in_forward``
+        notes how much the block before has added. Malloc walks its free memory to say so, for a
+        millisecond in a large process, so it is asked only where memory may end.
         """
         if not self._takes_what_is_free or self.counted_bytes:
             return 0
-        coming_bytes += self._growth + _SPARE
-        if self._resident() + coming_bytes + _NEAR <= self._limit or available_memory_bytes() >= coming_bytes:
+        before, self._last_forward = self._last_forward, None
+        resident, coming_bytes = self._resident(), coming_bytes + _SPARE
+        if 2 * resident + coming_bytes + _NEAR <= self._limit:  # a block adds no more than the process holds then
+            return 0
+        if in_forward:
+            self._last_forward = self._allocated()
+            if before is not None:
+                self._growth = max(self._growth, self._last_forward - before)
+        coming_bytes += self._growth
+        if resident + coming_bytes + _NEAR <= self._limit or available_memory_bytes() >= coming_bytes:
             return 0
         if self._trim is not None:
             self._trim(0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_hetero.runtime import process_memory
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.store.capacity import resident_bytes
 from lightning_hetero.units import MIB
@@ -86,3 +87,37 @@ def test_memory_that_is_not_free_is_looked_for_once(heap: Heap, monkeypatch: pyt
     heap.check()
     assert len(trims) == 2
     del held, more
+
+
+@pytest.mark.parametrize(("free", "counted", "asks"), [(8, 0, 0), (1, 0, 2), (1, 1, 0)])
+def test_malloc_is_asked_how_much_a_block_adds_only_if_memory_may_end(
+    free: int, counted: int, asks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_memory, "available_memory_bytes", lambda: free * resident_bytes())
+    heap = Heap(None, present_bytes=0)
+    heap.counted_bytes = counted
+    heap.forward_begins()
+    asked: list[int] = []
+
+    def allocated() -> int:
+        asked.append(0)
+        return 0
+
+    monkeypatch.setattr(heap, "_allocated", allocated)
+    for _ in range(2):
+        assert heap.missing(in_forward=True) == 0
+    heap.close()
+    assert len(asked) == asks
+
+
+def test_a_block_that_adds_more_than_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = resident_bytes()
+    monkeypatch.setattr(process_memory, "available_memory_bytes", lambda: free)
+    heap = Heap(None, present_bytes=0)
+    heap.forward_begins()
+    free = 0
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    monkeypatch.setattr(heap, "_limit", resident_bytes())
+    assert heap.missing(in_forward=True) >= 64 * MIB
+    heap.close()
+    del block
