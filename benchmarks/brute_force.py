@@ -174,14 +174,21 @@ def _fastest(case: SmallCase, kinds: Sequence[Plan]) -> Fastest:
 # ---- cases ---------------------------------------------------------------------------------------
 
 
-def small_cases(count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False) -> Iterator[SmallCase]:
-    """Models of 1 to 3 blocks, mostly large ones, on random machines, within a number of plans."""
+def small_cases(
+    count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False, unified: bool = False
+) -> Iterator[SmallCase]:
+    """Models of 1 to 3 blocks, mostly large ones, on random machines, within a number of plans.
+
+    With ``unified`` the device of each machine is in the host's memory.
+    """
     number = attempt = 0
     while number < count:
         rng = random.Random(f"small {seed} {attempt}")
         attempt += 1
         model = _model(rng)
         hardware = _machine(rng, model)
+        if unified:
+            hardware = _in_one_memory(rng, hardware, model)
         if zero_rates:
             hardware = replace(hardware, **dict.fromkeys(rng.sample(RATES, rng.randint(1, 2)), 0.0))
         if 2 * prod(len(rules(b, hardware)) for b in model.blocks) > most_plans:
@@ -214,6 +221,17 @@ def _model(rng: random.Random) -> ModelProfile:
     return ModelProfile(
         name="small", tokens=8, compute_itemsize=rng.choice((2, 2, 4)), constant_device_bytes=0, constant_host_bytes=0,
         blocks=tuple(blocks),
+    )  # fmt: skip
+
+
+def _in_one_memory(rng: random.Random, hardware: HardwareProfile, model: ModelProfile) -> HardwareProfile:
+    """The machine with one memory, which mostly has less than all that the model could use."""
+    states = sum(b.weight_bytes + b.gradient_bytes + b.state_bytes for b in model.shape().blocks)
+    both = int(rng.uniform(0.4, 1.3) * (states + sum(b.activation_bytes + b.transient_bytes for b in model.blocks)))
+    link = hardware.link_h2d_bytes_per_s or hardware.host_dram_bytes_per_s / 2
+    return replace(
+        hardware, shared_memory=False, unified_memory=True, host_memory_bytes=both,
+        device_memory_bytes=int(rng.uniform(0.6, 1) * both), link_h2d_bytes_per_s=link, link_d2h_bytes_per_s=link,
     )  # fmt: skip
 
 

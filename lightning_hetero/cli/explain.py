@@ -307,7 +307,8 @@ def _where(e: Explanation) -> Table:
     rows = [(what, *(format_bytes(row[c]) if row.get(c) else "" for c in columns)) for what, row in found.items()]
     for key, label in (("peak_bytes", "peak of a step"), ("capacity_bytes", "capacity")):
         rows.append((label, *(format_bytes(use[c][key]) if c in use else "" for c in columns)))
-    return table("Bytes by tier", ("", *columns), rows, right=columns)
+    both = ". Device and host have one memory: of the host are peak and capacity of both" if e.hardware.unified_memory else ""
+    return table(f"Bytes by tier{both}", ("", *columns), rows, right=columns)
 
 
 def _frozen(rows: Sequence[dict[str, Any]]) -> Table:

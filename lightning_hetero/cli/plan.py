@@ -119,7 +119,10 @@ def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
     params, trained = model.num_params, sum(b.num_trainable_params for b in model.blocks)
     training = f", {count(trained)} trained" if trained < params else ""
     bits = 8 * model.compute_itemsize
-    memory = f"{format_bytes(hardware.device_memory_bytes)} device memory, {format_bytes(hardware.host_memory_bytes)} host memory"
+    device, host = format_bytes(hardware.device_memory_bytes), format_bytes(hardware.host_memory_bytes)
+    memory = f"{device} device memory, {host} host memory"
+    if hardware.unified_memory:
+        memory = f"{host} of memory for device and host together, at most {device} of it for the device"
     disk = f"disk {format_bytes(hardware.disk_read_bytes_per_s)}/s" if hardware.disk_read_bytes_per_s else "no disk"
     size = f"{count(params)} parameters{training}, {len(model.blocks)} blocks, {bits} bit"
     return {

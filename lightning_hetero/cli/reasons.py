@@ -192,6 +192,7 @@ def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) 
     """What-if changes: more host memory, one more drive, twice the batch, a faster link."""
     more = hardware.host_memory_bytes + MORE_HOST_BYTES
     device = more if hardware.shared_memory else hardware.device_memory_bytes
+    device += MORE_HOST_BYTES if hardware.unified_memory else 0
     found = [
         Scenario(
             change="+32 GiB host memory",

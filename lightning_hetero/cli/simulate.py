@@ -122,13 +122,11 @@ def _parts(stall: Stall) -> list[str]:
 
 
 def tiers(simulation: Simulation, hardware: HardwareProfile) -> dict[str, dict[str, int]]:
-    """Peak and capacity of each tier, bytes."""
-    p = simulation.prediction
-    rows = {
-        "device": {"peak_bytes": p.device_peak_bytes, "capacity_bytes": hardware.device_memory_bytes},
-        "host": {"peak_bytes": p.host_peak_bytes, "capacity_bytes": hardware.host_memory_bytes},
-        "disk": {"peak_bytes": p.disk_bytes, "capacity_bytes": hardware.disk_capacity_bytes},
-    }
+    """Peak and capacity of each tier, bytes. Of memory that both share the host has all."""
+    from lightning_hetero.planners.evaluation import peaks
+
+    found = peaks(simulation.prediction, hardware)
+    rows = {tier: {"peak_bytes": peak, "capacity_bytes": capacity} for tier, peak, capacity in found}
     if hardware.shared_memory:
         del rows["device"]  # it is host memory
     return rows

@@ -15,6 +15,7 @@ FORMAT = "lightning-hetero-hardware"
 VERSION = 1
 
 _WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "world_size")
+_LATER = "unified_memory"  # only in the files of such machines, which the versions before it could not read
 _POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size")
 
 
@@ -49,6 +50,9 @@ class HardwareProfile:
         world_size: Devices that train together.
         shared_memory: The device is the host's own CPU: there are no copies between them, and one
             budget for both.
+        unified_memory: The device is another processor in the host's memory: there are copies, and
+            what both use together is at most ``host_memory_bytes``. ``device_memory_bytes`` is the
+            part that the device may use.
         contention: How many times longer work takes beside other work, at least 1:
             ``"compute|update"`` is compute beside CPU updates, ``"update|compute"`` those updates
             beside compute, likewise ``"disk"`` and ``"copy"``. ``"copy|copy"`` is a copy beside one
@@ -74,6 +78,7 @@ class HardwareProfile:
     link_h2d_pageable_bytes_per_s: float = 0.0
     world_size: int = 1
     shared_memory: bool = False
+    unified_memory: bool = False
     contention: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,6 +87,8 @@ class HardwareProfile:
         rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for f in fields(self):
             value = getattr(self, f.name)
+            if f.name == _LATER and not value:
+                continue
             rows[f.name] = dict(value) if isinstance(value, Mapping) else value
         return json.dumps(rows, indent=2) + "\n"
 
@@ -100,10 +107,11 @@ class HardwareProfile:
         check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
         names = [f.name for f in fields(cls)]
         pageable = "link_h2d_pageable_bytes_per_s"
-        optional = ("collective_bytes_per_s", pageable, "world_size", "shared_memory", "contention", "source")
+        switches = ("shared_memory", "unified_memory")
+        optional = ("collective_bytes_per_s", pageable, "world_size", *switches, "contention", "source")
         check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
         values = dict(data)
-        for key in values.keys() & {"disk_duplex", "shared_memory"}:
+        for key in values.keys() & {"disk_duplex", *switches}:
             if not isinstance(values[key], bool):
                 raise ConfigError(f"{source}: {key}={values[key]!r}; allowed: true, false.")
         for key, kind in (("contention", (int, float)), ("source", (str,))):
@@ -112,7 +120,12 @@ class HardwareProfile:
                 raise ConfigError(f"{source}: {key}={table!r}; expected an object of {'text' if kind == (str,) else 'numbers'}.")
         if not isinstance(values["name"], str):
             raise ConfigError(f"{source}: name={values['name']!r}; expected text.")
-        for key in values.keys() - {"name", "disk_duplex", "shared_memory", "contention", "source"}:
+        if values.get("shared_memory") and values.get("unified_memory"):
+            raise ConfigError(
+                f"{source}: shared_memory=true, unified_memory=true; allowed: one of them. The first is the host's own CPU, the "
+                f"second another processor in the host's memory."
+            )
+        for key in values.keys() - {"name", "disk_duplex", *switches, "contention", "source"}:
             values[key] = number(values[key], key=key, where=source, positive=key in _POSITIVE, whole=key in _WHOLE)
         return cls(**values)
 

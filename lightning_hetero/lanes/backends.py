@@ -12,12 +12,17 @@ reads no more of an event than ``torch.Event`` has.
 
 from __future__ import annotations
 
+import statistics
 from contextlib import AbstractContextManager
+from functools import cache
 
+import psutil
 import torch
 
+from lightning_hetero.units import MIB
 from lightning_hetero.untyped import Value
 
+_TRIED_BYTES, _TIMES = 256 * MIB, 3  # to see whose memory a device takes; more than others take meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
@@ -63,7 +68,7 @@ class Backend:
         return 1.0 if ask is None else float(ask(device))
 
     def is_unified(self, device: torch.device) -> bool:
-        """Whether the device's memory is the host's own, as the driver says."""
+        """Whether the device takes its memory from the host's."""
         return False
 
     def page_lock(self, address: int, num_bytes: int) -> int | None:
@@ -131,8 +136,8 @@ class _Cuda(Backend):
             torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (chosen, "expandable_segments:True"))))
 
     def is_unified(self, device: torch.device) -> bool:
-        """Whether the device's memory is the host's own, as the driver says."""
-        return bool(self._torch.get_device_properties(device).is_integrated)
+        """Whether the device takes its memory from the host's."""
+        return bool(self._torch.get_device_properties(device).is_integrated) and takes_host_memory(device)
 
     def page_lock(self, address: int, num_bytes: int) -> int | None:
         """Page-locks host memory that exists."""
@@ -164,8 +169,9 @@ class _Xpu(Backend):
     no_memory = ("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES")
 
     def is_unified(self, device: torch.device) -> bool:
-        """Whether the device's memory is the host's own, as the driver says."""
-        return bool(getattr(torch.xpu.get_device_properties(device), "is_integrated_gpu", False))
+        """Whether the device takes its memory from the host's."""
+        integrated = bool(getattr(torch.xpu.get_device_properties(device), "is_integrated_gpu", False))
+        return integrated and takes_host_memory(device)
 
     def range_begins(self, name: str) -> None:
         """A named range of this thread begins, for a profiler of the device."""
@@ -185,6 +191,25 @@ class _Xpu(Backend):
 
 BACKENDS: dict[str, Backend] = {row.kind: row for row in (_Cuda("cuda"), _Xpu("xpu"))}
 """The backends whose devices training computes on, by the type of their devices."""
+
+
+@cache
+def takes_host_memory(device: torch.device) -> bool:
+    """Whether the host has less memory free once a device has some.
+
+    An integrated device may have memory of its own nevertheless: a part that the firmware keeps for
+    it, which the host does not see.
+    """
+    taken = []
+    for _ in range(_TIMES):
+        before = psutil.virtual_memory().available
+        memory = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
+        torch.accelerator.synchronize(device)
+        taken.append(before - psutil.virtual_memory().available)
+        del memory
+        torch.accelerator.empty_cache()
+    return statistics.median(taken) > _TRIED_BYTES // 2
+
 
 COMPUTES_ON = "the CPU, on a CUDA or ROCm GPU, or on an Intel GPU (xpu)"
 CHOICES = 'Trainer(accelerator="cpu") or Trainer(accelerator="cuda"); docs/devices.md says how to choose an Intel GPU'

@@ -58,6 +58,7 @@ class EmulatedDevice:
             second.
         device_update_bytes_per_s: The same for updates on the device.
         disk_bytes_per_s: Most bytes that the disk reads in a second, and writes at the same time.
+        unified: Its memory is part of ``host_memory``, as on machines whose processors share it.
         seed: Delays every op at random before it starts, by the same time in every run; ``None``:
             no delays.
 
@@ -75,6 +76,7 @@ class EmulatedDevice:
     cpu_update_bytes_per_s: float | None = None
     device_update_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None
+    unified: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +99,20 @@ class EmulatedDevice:
     def device(self) -> torch.device:
         """The host, whose memory it is made of."""
         return torch.device("cpu")
+
+    @property
+    def is_unified(self) -> bool:
+        """Whether its memory counts as the host's."""
+        return self.unified
+
+    @property
+    def apart_bytes(self) -> int:
+        """Plans have all of its memory."""
+        return 0
+
+    def held_bytes(self) -> int:
+        """Nothing beside the process's own memory, of which it is made."""
+        return 0
 
     @property
     def partitioned(self) -> bool:

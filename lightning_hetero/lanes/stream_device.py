@@ -4,6 +4,9 @@
 Free memory is measured once the process's context exists, with the libraries that matrix products
 need. It includes unused memory in torch's cache. docs/devices.md says how it is divided: neither
 the part for weights and state (``Lanes.memory``) nor torch's makes room for the other.
+
+Where it is the host's own memory, a driver counts cached files as used (NVIDIA's for GB10: free
+memory is ``MemFree``). The system drops them as soon as memory is asked for, so its figure counts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.lanes.backends import BACKENDS, Backend
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.units import KIB, MIB, format_bytes
 
 _MOST_STAGING, _LEAST_STAGING = 16 * MIB, 64 * KIB
@@ -30,6 +34,7 @@ class StreamDevice:
     device: torch.device
     usable_bytes: int  # memory that this process may take from now on
     backend: Backend  # what it has of its own
+    left_bytes: int = 0  # memory that is left to another use
 
     @classmethod
     def of(cls, device: torch.device, budget_bytes: int | None) -> Self:
@@ -41,6 +46,8 @@ class StreamDevice:
         backend = BACKENDS[device.type]
         backend.begin()
         _warm_up(device)
+        if backend.is_unified(device):
+            torch.accelerator.empty_cache()  # what an earlier fit has left there is not free for the host
         usable = spare_bytes(device, backend)
         found = cls(device=device, usable_bytes=usable if budget_bytes is None else min(usable, budget_bytes), backend=backend)
         if found.memory_bytes <= 0:
@@ -57,13 +64,22 @@ class StreamDevice:
         """Whether its memory is the host's own."""
         return self.backend.is_unified(self.device)
 
+    @property
+    def apart_bytes(self) -> int:
+        """Memory that it takes and plans do not have."""
+        return self.left_bytes + self.usable_bytes - self.memory_bytes
+
+    def held_bytes(self) -> int:
+        """What torch has taken of it."""
+        return 0 if self.device.type == "cpu" else torch.accelerator.memory_reserved(self.device)
+
     def without(self, num_bytes: int, what: str) -> Self:
         """The device with a part of its memory left to another use, which the error names.
 
         Raises:
             OutOfMemoryBudgetError: Hardly anything would be left.
         """
-        left = replace(self, usable_bytes=self.usable_bytes - num_bytes)
+        left = replace(self, usable_bytes=self.usable_bytes - num_bytes, left_bytes=self.left_bytes + num_bytes)
         if left.memory_bytes <= 0:
             raise OutOfMemoryBudgetError(
                 f"{what} needs {format_bytes(num_bytes)} of {self.device}, of which {format_bytes(self.usable_bytes)} may be used. "
@@ -96,6 +112,8 @@ def spare_bytes(device: torch.device, backend: Backend) -> int:
     Gaps between tensors in use do not count.
     """
     free, total = torch.accelerator.get_memory_info(device)
+    if backend.is_unified(device):
+        free = max(free, min(total, available_memory_bytes()))
     stats = torch.accelerator.memory_stats(device)
     reserved, allocated, gaps = (stats.get(f"{key}.all.current", 0) for key in ("reserved_bytes", "allocated_bytes", _GAPS))
     allowed = int(backend.share(device) * total)

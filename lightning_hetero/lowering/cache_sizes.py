@@ -15,7 +15,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.memory_errors import device_too_small, plan_error, too_small
-from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, total_bytes
+from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, summed, total_bytes
 from lightning_hetero.lowering.placed_blocks import updates_in_backward
 from lightning_hetero.lowering.staging import read_ahead
 
@@ -70,15 +70,20 @@ def cache_sizes(
             and the cheapest remedy.
     """
     needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates)
-    device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, hardware.device_memory_bytes)
-    host = _host(plan, needs, hardware.host_memory_bytes)
+    device_memory, host_memory = hardware.device_memory_bytes, hardware.host_memory_bytes
+    if hardware.unified_memory:
+        device_memory, host_memory = divided(plan, needs, device_memory=device_memory, memory=host_memory, profiled=True)
+    device, host = _device(plan, needs, device_memory), _host(plan, needs, host_memory)
     disk = _Tier("disk", needs.disk, (), None, hardware.disk_capacity_bytes)
-    worst = max([host, disk] if hardware.shared_memory else [device, host, disk], key=lambda tier: tier.shortfall_bytes)
+    tiers = [host, disk] if hardware.shared_memory else [host, device, disk] if hardware.unified_memory else [device, host, disk]
+    worst = max(tiers, key=lambda tier: tier.shortfall_bytes)
     if worst.shortfall_bytes > 0:
         fewest = plan.micro_batches == 1 and (worst.name == "device" or plan.gradient_depth == 1)
         all_needed = updates_in_backward(plan, updates) and fewest  # there are no fewer gradients
+        beside = device.all_rows if hardware.unified_memory and worst is host else {}
         raise plan_error(
-            plan.name, worst.name, worst.all_rows, machine=hardware.name, capacity_bytes=worst.capacity_bytes,
+            plan.name, worst.name, summed(worst.all_rows, beside), machine=hardware.name,
+            capacity_bytes=worst.capacity_bytes + total_bytes(beside),
             shared_memory=hardware.shared_memory, has_disk=hardware.disk_capacity_bytes > 0, spare={
                 Purpose.CACHE: worst.least_bytes - worst.largest_bytes, **({Purpose.GRADIENTS: 0} if all_needed else {})
             },
@@ -91,6 +96,42 @@ def cache_sizes(
     )
 
 
+def divided(plan: Plan, needs: Needs, *, device_memory: int, memory: int, profiled: bool) -> tuple[int, int]:
+    """Divides a memory that device and host share, as one plan needs it.
+
+    Both get what they need. Of the rest the device gets what comes ahead of its use. Next come the
+    host's caches, because they save reads from disk, and then the device's, which save copies. What
+    nobody asks for goes to both. Until activations are known, half of the rest is kept for them.
+
+    Args:
+        plan: The resolved plan.
+        needs: What it needs.
+        device_memory: The most that the device may have, bytes.
+        memory: What both have together, bytes.
+        profiled: Activations are known.
+
+    Returns:
+        Bytes of the device and of the host; the host has too few if both together have.
+    """
+    device, host = _device(plan, needs, device_memory), _host(plan, needs, memory)
+    least = total_bytes(device.all_rows)
+    left = memory - least - total_bytes(host.all_rows)
+    if left <= 0 or least >= device_memory:
+        return min(least, device_memory), memory - least
+    ahead = min(left, max(0, _ahead(plan, needs) - device.least_bytes))
+    left -= ahead
+    of_host = min(left if profiled else left // 2, host.most_bytes - host.least_bytes + read_ahead(left, needs.streamed_bytes))
+    left -= of_host
+    cached = min(left, max(0, device.most_bytes - device.least_bytes - ahead)) if profiled else 0
+    share = min(device_memory, least + ahead + cached + (left - cached) // 2)
+    return share, memory - share
+
+
+def device_rows(plan: Plan, needs: Needs) -> Rows:
+    """What a plan needs of the device, the least cache among it."""
+    return _device(plan, needs, 0).all_rows
+
+
 def cache_sizes_in_budget(
     plan: Plan,
     needs: Needs,
@@ -99,6 +140,7 @@ def cache_sizes_in_budget(
     given: bool,
     profiled: bool,
     device_memory: int | None = None,
+    beside: Rows | None = None,
     less_on_disk: Callable[[], bool],
     tied_to_device: bool,
 ) -> CacheSizes:
@@ -114,6 +156,8 @@ def cache_sizes_in_budget(
         given: It is the user's; else what the machine has free.
         profiled: Activations are known.
         device_memory: Device memory in bytes; ``None``: the device is the host's own CPU.
+        beside: For the error: what the device needs of the same memory, beside ``host_memory``;
+            ``None``: it has memory of its own.
         less_on_disk: Asked for the error: whether plan "disk" would run here, and needs less.
         tied_to_device: For the error: an optimizer finds weights and state only on the device.
 
@@ -123,21 +167,31 @@ def cache_sizes_in_budget(
     """
     host = _host(plan, needs, host_memory)
     if host.shortfall_bytes > 0:
+        beside = beside or {}
         raise too_small(
-            plan.name, host.all_rows, host_memory=host_memory, given=given, profiled=profiled, less_on_disk=less_on_disk()
-        )
+            plan.name, summed(host.all_rows, beside), host_memory=host_memory + total_bytes(beside), given=given,
+            profiled=profiled, less_on_disk=less_on_disk(),
+        )  # fmt: skip
     cache_bytes, staging_bytes = _shared_out(host, needs)
     device_cache_bytes = None
     if device_memory is not None:
-        device = _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, device_memory)
+        device = _device(plan, needs, device_memory)
         if device.shortfall_bytes > 0:
             raise device_too_small(
                 plan.name, device.all_rows, device_memory=device_memory, profiled=profiled, tied_to_device=tied_to_device
             )
         left = device_memory - total_bytes(device.rows)
-        ahead = sum(sorted(needs.device_caches)[-plan.prefetch_depth - 1 :])
-        device_cache_bytes = device.cache_bytes(left if profiled else min(left, ahead))
+        device_cache_bytes = device.cache_bytes(left if profiled else min(left, _ahead(plan, needs)))
     return CacheSizes(host_cache_bytes=cache_bytes, device_cache_bytes=device_cache_bytes, staging_bytes=staging_bytes)
+
+
+def _ahead(plan: Plan, needs: Needs) -> int:
+    """Bytes of the blocks on the device ahead of their use, and of the one in use; the largest."""
+    return sum(sorted(needs.device_caches)[-plan.prefetch_depth - 1 :])
+
+
+def _device(plan: Plan, needs: Needs, capacity_bytes: int) -> _Tier:
+    return _Tier("device", needs.device, needs.device_caches, plan.device_cache_bytes, capacity_bytes)
 
 
 def _host(plan: Plan, needs: Needs, capacity_bytes: int) -> _Tier:
@@ -171,6 +225,11 @@ class _Tier:
         return max(self.largest_bytes, min(self.given_bytes or 0, sum(self.caches)))
 
     @property
+    def most_bytes(self) -> int:
+        """What the cache can use."""
+        return self.least_bytes if self.given_bytes is not None else sum(self.caches)
+
+    @property
     def all_rows(self) -> Rows:
         """The rows, the least cache among them."""
         return {**self.rows, Purpose.CACHE: self.least_bytes}
@@ -181,4 +240,4 @@ class _Tier:
 
     def cache_bytes(self, left: int) -> int:
         """What the cache gets of ``left`` bytes."""
-        return self.least_bytes if self.given_bytes is not None else min(sum(self.caches), left)
+        return self.least_bytes if self.given_bytes is not None else min(self.most_bytes, left)

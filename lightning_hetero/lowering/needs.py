@@ -38,6 +38,9 @@ gradients of pinned blocks come on top, on device and host. Ranks of a group ave
 after backward, through buckets on the device or the host. If the device is the host's own CPU, both
 tiers are one pool and nothing is stored twice; gradients that an update after the verdict has used
 then stay until the next backward, as in plain Lightning.
+
+If the device is another processor in the host's memory, that memory holds the needs of both
+together. What moves from one to the other frees nothing.
 """
 
 from __future__ import annotations
@@ -168,7 +171,7 @@ def needs_of_shape(
     device, host = _held(placed, constant, staging_bytes)
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
-        device, host = {}, _sum(device, host)
+        device, host = {}, summed(device, host)
     return Needs(
         device={**device, **_largest(d for d, _ in moments)},
         host={**host, **_largest(h for _, h in moments)},
@@ -215,7 +218,8 @@ def _largest(moments: Iterable[Rows]) -> Rows:
     return max(moments, key=total_bytes)
 
 
-def _sum(a: Rows, b: Rows) -> Rows:
+def summed(a: Rows, b: Rows) -> Rows:
+    """Both, purpose by purpose."""
     return {purpose: a.get(purpose, 0) + b.get(purpose, 0) for purpose in (*a, *b)}
 
 
@@ -249,7 +253,7 @@ def _moment(
         Purpose.ACTIVATIONS: on_device, Purpose.GRADIENTS: stay, Purpose.MOVING: state, Purpose.BUCKETS: buckets.device_bytes
     }  # fmt: skip
     host = {Purpose.ACTIVATIONS: on_host, Purpose.GRADIENTS: down, Purpose.BUCKETS: buckets.host_bytes}
-    return ({}, _sum(device, host)) if shared else (device, host)
+    return ({}, summed(device, host)) if shared else (device, host)
 
 
 def _activations(plan: Plan, placed: Sequence[PlacedBlock]) -> Iterator[tuple[int, int]]:

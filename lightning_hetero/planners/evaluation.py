@@ -127,6 +127,20 @@ def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | N
     return replace(found, decisions={**found.decisions, "paper_optimum": paper})
 
 
+def peaks(predicted: Prediction, hardware: HardwareProfile) -> tuple[tuple[str, int, int], ...]:
+    """Name, peak and capacity of each tier, in bytes.
+
+    Where device and host have one memory, the host's peak is that of both.
+    """
+    host, capacity = predicted.host_peak_bytes, hardware.host_memory_bytes
+    both = predicted.device_peak_bytes + host if hardware.unified_memory else host
+    return (
+        ("device", predicted.device_peak_bytes, capacity if hardware.shared_memory else hardware.device_memory_bytes),
+        ("host", both, capacity),
+        ("disk", predicted.disk_bytes, hardware.disk_capacity_bytes),
+    )
+
+
 def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -> None:
     """Refuses what exceeds a tier at some moment although its needs and caches fit."""
     remedies = {
@@ -134,13 +148,7 @@ def _check_peaks(plan: Plan, predicted: Prediction, hardware: HardwareProfile) -
         "host": "add host memory, or place state or weights on disk",
         "disk": "add disks, or place state on the host",
     }
-    device = hardware.host_memory_bytes if hardware.shared_memory else hardware.device_memory_bytes
-    tiers = (
-        ("device", predicted.device_peak_bytes, device),
-        ("host", predicted.host_peak_bytes, hardware.host_memory_bytes),
-        ("disk", predicted.disk_bytes, hardware.disk_capacity_bytes),
-    )
-    over = [(need - have, tier, need, have) for tier, need, have in tiers if need > have]
+    over = [(need - have, tier, need, have) for tier, need, have in peaks(predicted, hardware) if need > have]
     if over:
         short, tier, need, have = max(over)
         raise PlanError(

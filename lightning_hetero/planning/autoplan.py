@@ -28,6 +28,7 @@ from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, P
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lanes import Device
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.baselines import check_machine
 from lightning_hetero.planners.evaluation import speculation
@@ -125,15 +126,19 @@ class Autoplan:
 
     # ---- calls of the strategy ---------------------------------------------------------------
 
-    def provisional(self, *, on_device: bool) -> tuple[Callable[[ModelShape], Plan], ...]:
-        """Plans to start with, in order: the model's earlier one, all in memory, the least."""
-        device = (BUILTIN_PLANS["resident"],) if on_device else ()
-        return self._known, BUILTIN_PLANS["host"], *device, BUILTIN_PLANS["disk"]
+    def provisional(self, device: Device | None) -> tuple[Callable[[ModelShape], Plan], ...]:
+        """Plans to start with, in order: the model's earlier one, all in memory, the least.
 
-    def _known(self, model: ModelShape) -> Plan:
-        if self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks):
-            return self.plan
-        return BUILTIN_PLANS["host"](model)
+        Nothing is on the host of which the device, in the same memory, would need copies.
+        """
+        names = ("host",) if device is None else ("resident",) if device.is_unified else ("host", "resident")
+        first, *others = (BUILTIN_PLANS[name] for name in (*names, "disk"))
+
+        def known(model: ModelShape) -> Plan:
+            is_known = self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks)
+            return self.plan if is_known and self.plan is not None else first(model)
+
+        return known, *others
 
     def _knows(self, sizes: Iterable[tuple[str, int]]) -> bool:
         return self.model is not None and [(b.name, b.num_params) for b in self.model.blocks] == list(sizes)

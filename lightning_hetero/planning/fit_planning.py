@@ -15,6 +15,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
+from lightning_hetero.lowering.cache_sizes import device_rows
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.runtime.optimizers import Rule
@@ -150,6 +151,7 @@ class FitPlanning:
             device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
             disk_capacity_bytes=disk,
             device_flop_per_s=speed,
+            unified_memory=session.options.is_unified,
             source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
         )
         if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
@@ -169,6 +171,7 @@ class FitPlanning:
         for plan in (fitted(p, shape, device=not shared) for p in plans):
             needs = needs_of(plan, self.model, shared_memory=shared, updates=self._updates)
             planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
+            planners += total_bytes(device_rows(plan, needs)) if self.session.options.is_unified else 0
             differences.append(planners - self.session.needed_bytes(plan))
         return max(differences)
 

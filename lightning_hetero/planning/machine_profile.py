@@ -94,6 +94,7 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
         host,
         name=f"{host.name}, emulated device of {format_bytes(device.memory_bytes)}",
         shared_memory=False,
+        unified_memory=device.unified,
         device_memory_bytes=device.memory_bytes,
         device_flop_per_s=host.device_flop_per_s / device.compute_slowdown,
         cpu_update_params_per_s=on_cpu,

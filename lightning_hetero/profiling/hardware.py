@@ -299,6 +299,7 @@ class _Benchmarks:
             device_update_params_per_s=rate("device_update_params_per_s", updates),
             cpu_downcast_params_per_s=rate("cpu_downcast_params_per_s", "downcast"),
             shared_memory=machine.shared_memory,
+            unified_memory=machine.unified_memory,
             contention=contention,
             source=source,
         )

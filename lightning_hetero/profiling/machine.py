@@ -15,7 +15,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON, supported_accelerator
 from lightning_hetero.profiling import loads
 from lightning_hetero.profiling.timing import Load
-from lightning_hetero.store.capacity import available_cores, total_memory_bytes
+from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.volume import Volume
 from lightning_hetero.units import MIB, format_bytes
@@ -83,6 +83,11 @@ class MeasuredMachine:
         return self.device.type == "cpu"
 
     @property
+    def unified_memory(self) -> bool:
+        """The device is another processor in the host's memory."""
+        return not self.shared_memory and BACKENDS[self.device.type].is_unified(self.device)
+
+    @property
     def update_threads(self) -> int:
         """Threads that run updates."""
         return self.engine.threads()
@@ -123,7 +128,8 @@ class MeasuredMachine:
 
     def device_memory_bytes(self) -> int:
         """Free memory of the accelerator."""
-        return int(torch.accelerator.get_memory_info(self.device)[0])
+        free, total = torch.accelerator.get_memory_info(self.device)
+        return int(min(total, available_memory_bytes()) if self.unified_memory else free)
 
     def least_bytes(self) -> int:
         """The least host memory of a measurement."""

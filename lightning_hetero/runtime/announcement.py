@@ -79,12 +79,15 @@ def _table(placement: Placement, placer: Placer, allowed: Allowed) -> str:
         state = sum(shape.state_bytes for placed, shape in rows if placed.state in tiers)
         return format_bytes(weights), format_bytes(state)
 
-    host = (format_bytes(least_bytes(needs)), f"{format_bytes(allowed.host)}{'' if allowed.is_given else ' (free)'}")
+    size = f"{format_bytes(allowed.host)}{'' if allowed.is_given else ' (free)'}"
+    host = format_bytes(least_bytes(needs)), "" if placer.is_unified else size
     if allowed.device is None:
         table = [_HEAD, ("memory", *lives(Tier.DEVICE, Tier.HOST), *host)]
     else:
         device = format_bytes(total_bytes(needs.device) + max(needs.device_caches, default=0))
         table = [_HEAD, ("device", *lives(Tier.DEVICE), device, format_bytes(allowed.device)), ("host", *lives(Tier.HOST), *host)]
+    if placer.is_unified:
+        table.append(("one memory", "", "", format_bytes(placer.least_bytes(plan, needs)), size))
     if allowed.files:
         table.append(("disk", *lives(Tier.DISK), format_bytes(allowed.files), format_bytes(allowed.disk)))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -100,13 +103,14 @@ def _reason(placement: Placement, placer: Placer, allowed: Allowed) -> str:
         where, most = "memory", allowed.host
         everywhere = BlockPlan(name="*")
     else:
-        where, most = "the device's memory", allowed.device
+        where, most = "the device's memory", min(allowed.device, allowed.host) if placer.is_unified else allowed.device
         everywhere = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
     plan, there = placement.plan, {Tier.DEVICE, everywhere.weights}
     if all(placed.weights in there and placed.state in there for placed in plan.blocks):
         return f" why: everything fits {where}, so offloading has nothing to gain here."
-    needs = placer.needs(Plan(name="all", blocks=(everywhere,)).resolve(placed.name for placed in plan.blocks))
-    least = least_bytes(needs) if allowed.device is None else total_bytes(needs.device)
+    every = Plan(name="all", blocks=(everywhere,)).resolve(placed.name for placed in plan.blocks)
+    needs = placer.needs(every)
+    least = placer.least_bytes(every, needs) if allowed.device is None or placer.is_unified else total_bytes(needs.device)
     if least > most:
         return f" why: all of it needs {format_bytes(least)} of {where}, {format_bytes(least - most)} more than allowed."
     return f" why: the plan says so. Everything would fit {where}: {format_bytes(least)}."

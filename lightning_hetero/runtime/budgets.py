@@ -16,7 +16,7 @@ from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
-from lightning_hetero.runtime.placement import Placer, least_bytes
+from lightning_hetero.runtime.placement import Placer
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.partition import ALIGNMENT_BYTES
 
@@ -64,8 +64,9 @@ class Budgets:
         return self.executor
 
     def needed_bytes(self, plan: Plan) -> int:
-        """The least host memory that a resolved plan needs."""
-        return least_bytes(self._placer().needs(plan))
+        """The least of the budget that a resolved plan needs."""
+        placer = self._placer()
+        return placer.least_bytes(plan, placer.needs(plan))
 
     def fitting(self, plan: Plan) -> Plan:
         """The plan as it would run here; see :meth:`Placer.fitting`."""
@@ -105,10 +106,11 @@ class Budgets:
     @property
     def _held_bytes(self) -> int:
         """Bytes of the budget in use: all but the constant part, once that is known."""
-        present = self.present_bytes
+        device = self.options.device
+        present, on_device = self.present_bytes, 0 if device is None or not device.is_unified else device.held_bytes()
         if self.profile is None or not self._started:
-            return present
-        return max(present, resident_bytes() - self.profile.constant_host_bytes)
+            return on_device + present
+        return on_device + max(present, resident_bytes() - self.profile.constant_host_bytes)
 
     @property
     def present_bytes(self) -> int:

@@ -44,6 +44,11 @@ class SessionOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
 
     @property
+    def is_unified(self) -> bool:
+        """Whether ``host_memory`` is for the host and for a device in its memory."""
+        return self.device is not None and self.device.is_unified
+
+    @property
     def wants_steps(self) -> bool:
         """Whether steps of a fit shall survive in the store."""
         return self.disk_path is not None and self.engine.durability != "none"
@@ -66,6 +71,9 @@ class StepRules:
 def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool = False) -> int:
     """The budget of host memory in bytes.
 
+    Where a device has its memory in the host's, the budget is for both together, less what the
+    device takes beside plans.
+
     It is ``host_memory`` if that is given. Otherwise it is the memory that this run already holds,
     plus the free memory, minus a reserve: without one, a run could fill its control group, and the
     kernel would kill it. The reserve is 64 MiB for the process, and an eighth of the free memory
@@ -80,8 +88,9 @@ def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool =
             f"host_memory={format_bytes(given)}; this machine, or the control group of this process, has {format_bytes(most)}. "
             f"Give at most that, or leave host_memory out: the budget is then the free memory."
         )
+    apart = options.device.apart_bytes if options.is_unified and options.device is not None else 0
     if given is not None:
-        return given
+        return max(0, given - apart)
     free = available_memory_bytes() // options.sharers
     reserve = _PROCESS_BYTES + (0 if profiled else free // _BATCH_SHARE)
-    return max(0, present_bytes + free - reserve)
+    return max(0, present_bytes + free - reserve - apart)

@@ -23,6 +23,7 @@ from lightning_hetero.lowering import (
     lower,
     needs_of_shape,
 )
+from lightning_hetero.lowering.cache_sizes import device_rows, divided
 from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
@@ -53,6 +54,7 @@ class Placement:
     device_cache_bytes: int  # device memory for weights that live below the device
     arena_bytes: int  # device memory that is reserved for weights and state; 0 for none
     staging_bytes: int  # host memory for state that streams; 0 if nothing is on disk
+    host_memory: int | None  # the budget of the host alone; ``None``: what is free
     activation_bytes: int  # activations in the budget; 0 if they are not known
     geometries: Mapping[Part, PartGeometry]  # the parts that the engine sees: native updates, and weights on disk
     may_defer: bool  # the host has room for all gradients at once
@@ -180,23 +182,30 @@ class Placer:
         rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
         budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
         needs = self.needs(plan, rules)
-        if rules.speculates and least_bytes(needs) > budget:  # speculation needs copies of weights until the verdict
+        if rules.speculates and self.least_bytes(plan, needs) > budget:  # speculation needs copies of weights until the verdict
             rules = replace(rules, speculates=False)
             needs = self.needs(plan, rules)
+        waiting = self.needs(plan, replace(rules, deferred="a batch may not fit"))
+        device, device_memory, beside = self._options.device, self.device_memory, None
+        if self.is_unified and device is not None and device_memory is not None:
+            most = waiting if self.least_bytes(plan, waiting) <= budget else needs
+            most = replace(most, device=self._apart(plan, most)) if device.partitioned else most
+            known = self._profile is not None
+            device_memory, budget = divided(plan, most, device_memory=device_memory, memory=budget, profiled=known)
+            beside = device_rows(plan, most)
         self._check_reading(plan, needs, budget)
         room = cache_sizes_in_budget(
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
-            profiled=self._profile is not None, device_memory=self.device_memory,
-            less_on_disk=lambda: self._needs_less_on_disk(least_bytes(needs)), tied_to_device=self._is_tied_to_device,
+            profiled=self._profile is not None, device_memory=device_memory, beside=beside,
+            less_on_disk=lambda: self._needs_less_on_disk(self.least_bytes(plan, needs)), tied_to_device=self._is_tied_to_device,
         )  # fmt: skip
-        waiting = self.needs(plan, replace(rules, deferred="a batch may not fit"))
         may_defer, least_cache_bytes = least_bytes(waiting) <= budget, room.host_cache_bytes
-        if may_defer and self.device_memory is not None:  # else gradients come beside activations (GradientRoom)
+        if may_defer and device_memory is not None:  # else gradients come beside activations (GradientRoom)
             room, least_cache_bytes = _beside_all_gradients(room, needs, waiting, budget)
         arena_bytes = 0
-        device, cache_bytes = self._options.device, room.device_cache_bytes
-        if device is not None and device.partitioned and self.device_memory is not None and cache_bytes is not None:
-            cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, self.device_memory)
+        cache_bytes = room.device_cache_bytes
+        if device is not None and device.partitioned and device_memory is not None and cache_bytes is not None:
+            cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, device_memory)
             room = replace(room, device_cache_bytes=cache_bytes)
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
@@ -211,6 +220,7 @@ class Placer:
             device_cache_bytes=room.device_cache_bytes or 0,
             arena_bytes=arena_bytes,
             staging_bytes=room.staging_bytes,
+            host_memory=None if self._options.host_memory is None else budget,
             activation_bytes=needs.host[Purpose.ACTIVATIONS],
             geometries=geometries,
             may_defer=may_defer,
@@ -227,7 +237,7 @@ class Placer:
         if self._reading_bytes and total_bytes(rows) > max(budget, least_bytes(needs)):
             raise too_small(
                 plan.name, rows, host_memory=budget, given=self._options.host_memory is not None,
-                profiled=True, less_on_disk=self._needs_less_on_disk(least_bytes(needs)),
+                profiled=True, less_on_disk=self._needs_less_on_disk(self.least_bytes(plan, needs)),
             )  # fmt: skip
 
     def fitting(self, plan: Plan) -> Plan:
@@ -276,7 +286,7 @@ class Placer:
                 )
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:
-        """Whether plan "disk" runs with these optimizers and needs less host memory."""
+        """Whether plan "disk" runs with these optimizers and needs less of the budget."""
         everywhere = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
         plan = fitted(
             Plan(name="disk", blocks=(everywhere,)).resolve(b.name for b in self.model.blocks),
@@ -287,7 +297,11 @@ class Placer:
             self.check_optimizers(plan)
         except UnsupportedError:
             return False
-        return least_bytes(self.needs(plan)) < host_bytes
+        return self.least_bytes(plan, self.needs(plan)) < host_bytes
+
+    def least_bytes(self, plan: Plan, needs: Needs) -> int:
+        """The least of the budget that a plan needs, in bytes; it may be for the device too."""
+        return least_bytes(needs) + (total_bytes(device_rows(plan, needs)) if self.is_unified else 0)
 
     @property
     def _is_tied_to_device(self) -> bool:
@@ -307,6 +321,11 @@ class Placer:
         revocable = any(p.revocable for p in placements(plan, self.model, device=self.device_memory is not None))
         return revocable and plan.update_order is UpdateOrder.OVERLAPPED and Rule.NATIVE in by
 
+    @property
+    def is_unified(self) -> bool:
+        """Whether the budget is for the host and for a device in its memory."""
+        return self._options.is_unified
+
     def needs(self, plan: Plan, rules: StepRules | None = None) -> Needs:
         """The memory that a resolved plan needs; with activations once a batch has been profiled.
 
@@ -324,6 +343,16 @@ class Placer:
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
 
+    def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:
+        """What a device needs if weights and state have memory of their own there."""
+        moves = [p.shape.state_bytes for p in placements(plan, self.model, device=True) if p.state_moves]
+        rows = dict(needs.device)
+        rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
+        if not rows[Purpose.ACTIVATIONS]:  # then state uses their memory at the peak, but cannot be there
+            rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
+        rows[Purpose.MOVING] = sum(sorted(moves, reverse=True)[:DEVICE_STATES])
+        return rows
+
     def _partitioned(self, plan: Plan, needs: Needs, cache_bytes: int, device_memory: int) -> tuple[int, int]:
         """Divides a device between memory reserved for weights and state, and torch's allocator.
 
@@ -335,12 +364,7 @@ class Placer:
         placed = placements(plan, self.model, device=True)
         native = {block.index for block in self._blocks if any(native_state(part, self.owners) for part in block.parts)}
         ours = sum(p.shape.state_bytes for i, p in enumerate(placed) if p.plan.state is Tier.DEVICE and i in native)
-        moving = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
-        rows = dict(needs.device)
-        rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
-        if not rows[Purpose.ACTIVATIONS]:  # then state uses their memory at the peak, but cannot be there
-            rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
-        rows[Purpose.MOVING] = moving
+        rows = self._apart(plan, needs)
         least = max((*needs.device_caches, 0)) if plan.device_cache_bytes is None else cache_bytes
         cache = min(cache_bytes, device_memory - total_bytes(rows))
         if cache < least:
@@ -349,7 +373,7 @@ class Placer:
                 plan.name, rows, device_memory=device_memory, profiled=self._profile is not None,
                 tied_to_device=self._is_tied_to_device,
             )  # fmt: skip
-        set_aside = rows[Purpose.WEIGHTS] + ours + moving + cache  # state of other optimizers is in torch's memory
+        set_aside = rows[Purpose.WEIGHTS] + ours + rows[Purpose.MOVING] + cache  # state of other optimizers is in torch's memory
         # First fit leaves gaps between blocks of different sizes.
         spare = min(max((*needs.device_caches, 0)), device_memory - total_bytes(rows) - cache)
         return cache, set_aside + spare

@@ -210,7 +210,7 @@ class Session(Budgets):
         self.recorder.observe(lanes, [block.name for block in self.blocks])
         run = Run(
             blocks=self.blocks, store=store, lanes=lanes, side=side, updater=updater, recorder=self.recorder,
-            heap=Heap(self.options.host_memory, present_bytes=self.present_bytes),
+            heap=Heap(placement.host_memory, present_bytes=self.present_bytes),
             mirror=self.steps.mirror if self.keeps_steps else None, poison=self.options.poison,
         )  # fmt: skip
         executor = Executor(self._install(run, placement, model))
@@ -256,7 +256,7 @@ class Session(Budgets):
         for binding, rule in zip(self.bindings, placement.by, strict=True):
             binding.choose(rule)
         executor.install(self._install(executor.context.run, placement, placer.model))
-        executor.heap.allow(self.options.host_memory)
+        executor.heap.allow(placement.host_memory)
         self._has_grown = False
         return placement.plan
 
@@ -291,10 +291,11 @@ class Session(Budgets):
 
     def _room_for_copies(self) -> float:
         """Host memory for copies: the rest of the budget, or most of the free memory."""
-        lent = 0 if self.store is None else self.store.loans.num_bytes
-        if self.options.host_memory is None:
+        lent, staging = (0, 0) if self.store is None else (self.store.loans.num_bytes, self.store.staging_bytes)
+        budget = self.options.host_memory if self.executor is None else self.executor.context.placement.host_memory
+        if budget is None:
             return lent + available_memory_bytes() * 3 // 4
-        return self.options.host_memory - self.present_bytes - (0 if self.store is None else self.store.staging_bytes)
+        return budget - self.present_bytes - staging
 
     @contextmanager
     def cleared(self) -> Iterator[None]:

@@ -50,7 +50,8 @@ class HeteroOffload(_Base):
             of the module that each is for, such as ``{"model": path}``.
         host_memory: Host memory for weights, gradients, optimizer state and staging, such as
             ``"16GiB"``. Activations come on top. Default: free memory, at most what a control group
-            leaves; it includes activations, once a batch has been profiled.
+            leaves; it includes activations, once a batch has been profiled. If a GPU shares this
+            memory, it is for both.
         device_memory: Memory of the GPU, or of the emulated device, for all of training. Default:
             what is free there.
         device: An emulated device with memory of its own, to try plans for accelerators without

@@ -30,21 +30,19 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
-from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.store.format.manifest import alignment_in
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges, kept_scales
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
-from lightning_hetero.strategies.option_checks import Choices
+from lightning_hetero.strategies.option_checks import Choices, on_lanes
 from lightning_hetero.strategies.resume import State, go_on, load_buffers, read_places
 from lightning_hetero.strategies.step_retry import StepRetry
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier, reference_bytes
-from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -128,16 +126,10 @@ class OffloadRun:
                     f'{device}. Pass accelerator="cpu", or leave device out.'
                 )
             lanes = StreamDevice.of(device, self.options.device_memory)
-            if lanes.is_unified and None in (self.options.device_memory, self.options.host_memory):
-                log.warning(
-                    "the memory of %s is the host's own, and the budgets of both would count it twice. Give device_memory and "
-                    "host_memory, which together have to fit: %s are free.",
-                    device,
-                    format_bytes(available_memory_bytes()),
-                )
             device = lanes.device
-        plans = self.options.plans if self.autoplan is None else self.autoplan.provisional(on_device=lanes is not None)
-        self.change(replace(self.options, device=lanes, plans=plans))
+        self.change(on_lanes(self.options, self.autoplan, lanes))
+        if self.options.is_unified:
+            log.info("the memory of %s is the host's own. host_memory is for both together; the disk alone adds to it.", device)
         return device
 
     def _check_averaging(self) -> None:

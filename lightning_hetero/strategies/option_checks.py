@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.lanes import EmulatedDevice
+from lightning_hetero.lanes import Device, EmulatedDevice
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.planning.machine_profile import Machine
@@ -42,6 +42,11 @@ class Choices:
     link_checkpoints: bool = False  # checkpoints are links to the store
     exclude_frozen: bool = False  # checkpoint files have no frozen weights
     chunked_head: bool = False  # language models compute head and loss in chunks
+
+
+def on_lanes(options: SessionOptions, autoplan: Autoplan | None, device: Device | None) -> SessionOptions:
+    """The options of a session that computes on a device, with the plans that begin there."""
+    return replace(options, device=device, plans=options.plans if autoplan is None else autoplan.provisional(device))
 
 
 def choices(
@@ -83,7 +88,7 @@ def choices(
     else:
         check_planning(plan, hardware_profile=hardware_profile, replan_drift=most_drift)
     options = SessionOptions(
-        plans=(planner(plan),) if autoplan is None else autoplan.provisional(on_device=device is not None),
+        plans=(planner(plan),) if autoplan is None else autoplan.provisional(device),
         block_cls=block_cls,
         host_memory=parse_bytes(host_memory, name="host_memory"),
         device_memory=parse_bytes(device_memory, name="device_memory"),

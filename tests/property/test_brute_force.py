@@ -16,6 +16,7 @@ WITHIN = 0.02
 MOST_GAP = 0.05  # at which a search may stop although there is more to try
 
 CASES = [*small_cases(50, 0)]
+ONE_MEMORY = [*small_cases(25, 4, most_plans=1300, unified=True)][:: 1 if is_deep() else 3]
 NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)][:: 1 if is_deep() else 3]
 
 # More simulations only add plans to choose from, so few of them are tried first by default.
@@ -45,6 +46,11 @@ def _check(case: SmallCase) -> None:
 @pytest.mark.parametrize("part", range(5))
 def test_no_plan_of_a_small_model_is_much_faster(part: int) -> None:
     for case in CASES[part::5]:
+        _check(case)
+
+
+def test_the_same_where_device_and_host_have_one_memory() -> None:
+    for case in ONE_MEMORY:
         _check(case)
 
 

@@ -15,7 +15,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering import CacheSizes, cache_sizes, check, needs_of, steady, step_signatures
+from lightning_hetero.lowering import CacheSizes, Purpose, cache_sizes, check, needs_of, steady, step_signatures
 from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.sim import simulate
 
@@ -117,6 +117,46 @@ def test_a_plan_within_its_room_fits_the_machine(shared: bool, data: st.DataObje
     predicted = simulate(schedules, plan, model, machine, sizes=space).prediction
     assert predicted.host_peak_bytes <= machine.host_memory_bytes
     assert shared or predicted.device_peak_bytes <= machine.device_memory_bytes
+
+
+@given(st.data())
+def test_one_memory_holds_what_device_and_host_take_together(data: st.DataObject) -> None:
+    model = data.draw(models())
+    plan = data.draw(plans(model, shared=False))
+    caches = st.none() | st.integers(0, 60)
+    plan = replace(plan, device_cache_bytes=data.draw(caches), host_cache_bytes=data.draw(caches))
+    updates = data.draw(st.sampled_from([u for u in Updates if u is not Updates.NONE]))
+    needs = needs_of(plan, model, shared_memory=False, updates=updates)
+    given_away = (
+        min(plan.device_cache_bytes or 0, sum(needs.device_caches)),
+        min(plan.host_cache_bytes or 0, sum(needs.host_caches)),
+    )
+    device, host = (
+        total_bytes(rows) + max(cache, *caches, 0)
+        for rows, cache, caches in zip(
+            (needs.device, needs.host), given_away, (needs.device_caches, needs.host_caches), strict=True
+        )
+    )  # fmt: skip
+    spare = data.draw(st.integers(0, 100))
+    memory = device + host + spare
+    most = data.draw(st.integers(device, memory))
+    machine = replace(MACHINE, unified_memory=True, device_memory_bytes=most, host_memory_bytes=memory)
+    space = cache_sizes(plan, model, machine, updates=updates)
+    assert space.device_cache_bytes is not None
+    on_device = total_bytes(needs.device) + space.device_cache_bytes
+    on_host = total_bytes(needs.host) - needs.host[Purpose.STAGING] + space.staging_bytes + space.host_cache_bytes
+    assert on_device <= most
+    assert on_device + on_host <= memory
+    schedules = steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
+    predicted = simulate(schedules, plan, model, machine, sizes=space).prediction
+    assert predicted.device_peak_bytes + predicted.host_peak_bytes <= memory
+    with pytest.raises(PlanError) as caught:
+        cache_sizes(plan, model, replace(machine, host_memory_bytes=device + host - 1), updates=updates)
+    assert (caught.value.tier, caught.value.shortfall_bytes) == ("host", 1)
+    if device:
+        with pytest.raises(PlanError) as caught:
+            cache_sizes(plan, model, replace(machine, device_memory_bytes=device - 1), updates=updates)
+        assert (caught.value.tier, caught.value.shortfall_bytes) == ("device", 1)
 
 
 @given(st.data())

@@ -83,12 +83,13 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         return lowest * 2 ** draw(st.integers(0, 7))
 
     shared, disk = draw(st.integers(0, 3)) == 0, draw(st.integers(0, 3)) > 0
+    unified = not shared and draw(st.integers(0, 3)) == 0
     device = draw(st.integers(2, 40)) * 50 * MB
     pairs = st.sampled_from(["compute|update", "update|compute", "compute|copy", "copy|compute", "disk|update", "update|disk"])
     return HardwareProfile(
         name="h",
         device_memory_bytes=device,
-        host_memory_bytes=(device if shared else 0) + draw(st.integers(1, 40)) * 50 * MB,
+        host_memory_bytes=(device if shared or unified else 0) + draw(st.integers(1, 40)) * 50 * MB,
         disk_capacity_bytes=draw(st.integers(1, 40)) * 100 * MB if disk else 0,
         device_flop_per_s=1e12,
         link_h2d_bytes_per_s=0.0 if shared else rate(1e9),
@@ -101,6 +102,7 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         device_update_params_per_s=rate(5e8),
         cpu_downcast_params_per_s=1e9,
         shared_memory=shared,
+        unified_memory=unified,
         contention=draw(st.dictionaries(pairs, st.floats(1, 3), max_size=3)),
     )
 

@@ -162,9 +162,27 @@ def test_torch_knows_the_settings_that_were_chosen() -> None:
 
 
 def test_drivers_say_whether_a_device_shares_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "takes_host_memory", lambda device: True)
     for kind, name in (("cuda", "is_integrated"), ("xpu", "is_integrated_gpu")):
         for is_integrated in (0, 1):
             properties = SimpleNamespace(**{name: is_integrated})
             monkeypatch.setattr(getattr(torch, kind), "get_device_properties", lambda device, found=properties: found)
             assert BACKENDS[kind].is_unified(torch.device(kind)) is bool(is_integrated)
     assert not Backend("other").is_unified(torch.device("meta"))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_memory_that_the_firmware_keeps_for_a_device_is_its_own(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others take or give back meanwhile does not matter once in three times."""
+    others, taken = iter((0, 10**9, 0)), list[int]()
+
+    def ones(num_bytes: int, **_: Any) -> None:
+        taken.append(shares * num_bytes + next(others))
+
+    monkeypatch.setattr(backends.torch, "ones", ones)
+    monkeypatch.setattr(backends.torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(backends.torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(backends.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12 - sum(taken)))
+    backends.takes_host_memory.cache_clear()
+    assert backends.takes_host_memory(torch.device("cuda", 0)) is shares
+    backends.takes_host_memory.cache_clear()

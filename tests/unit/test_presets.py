@@ -265,7 +265,9 @@ def test_fp32_doubles_the_saved_hidden_states_of_16_bit() -> None:
 
 def _figures() -> list[str]:
     return [
-        f.name for f in fields(HardwareProfile) if f.name not in ("name", "world_size", "shared_memory", "contention", "source")
+        f.name
+        for f in fields(HardwareProfile)
+        if f.name not in ("name", "world_size", "shared_memory", "unified_memory", "contention", "source")
     ]
 
 

@@ -13,7 +13,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes, fitted
-from lightning_hetero.planners.evaluation import simulation
+from lightning_hetero.planners.evaluation import peaks, simulation
 
 _REFUSAL = 0.1  # of the time of a simulation
 
@@ -133,10 +133,7 @@ class Evaluator:
         except RateError:
             return None
         self.evaluations += 1
-        h = self.hardware
-        device = h.host_memory_bytes if h.shared_memory else h.device_memory_bytes
-        peaks = ((p.device_peak_bytes, device), (p.host_peak_bytes, h.host_memory_bytes), (p.disk_bytes, h.disk_capacity_bytes))
-        return p if all(peak <= most for peak, most in peaks) else None
+        return p if all(peak <= most for _, peak, most in peaks(p, self.hardware)) else None
 
 
 def _key(plan: Plan) -> object:

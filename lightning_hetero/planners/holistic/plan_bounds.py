@@ -80,6 +80,8 @@ class PlanBounds:
         disk = total[:, Quantity.DISK_HELD]
         if h.shared_memory:
             device, host = np.zeros(len(taken)), device + host
+        elif h.unified_memory:
+            host = device + host
         sizes = ((device, h.device_memory_bytes), (host, h.host_memory_bytes), (disk, h.disk_capacity_bytes))
         found: NDArray[np.bool_] = np.logical_and.reduce([size <= most for size, most in sizes])
         return found

@@ -194,7 +194,7 @@ class _Joint:
         if name == "deep_optimizer_states" and not h.shared_memory and weight_bytes > h.device_memory_bytes:
             return math.inf  # it keeps all weights on the device
         if name in _WITHOUT_DISK:
-            memory = h.host_memory_bytes + (0 if h.shared_memory else h.device_memory_bytes)
+            memory = h.host_memory_bytes + (0 if h.shared_memory or h.unified_memory else h.device_memory_bytes)
             return math.inf if weight_bytes + sum(b.state_bytes for b in shape.blocks) > memory else 0.0
         # LoHan places weights and state as disk does, and whatever becomes of activations takes
         # longer than keeping them.

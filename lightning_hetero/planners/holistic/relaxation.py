@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,15 @@ class Relaxation:
         return matrix
 
     def _memory(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
+        """What must fit each tier, and both where device and host have one memory; in GB."""
+        found, h = list(self._of_tiers(practice)), self.hardware
+        yield from found
+        if h.unified_memory:
+            device, host = ([row for tier, row in found if tier is one] for one in (Tier.DEVICE, Tier.HOST))
+            for (above, room), (below, rest) in product(device, host):
+                yield Tier.HOST, (above + below, room + rest - h.device_memory_bytes / GB)
+
+    def _of_tiers(self, practice: Practice) -> Iterator[tuple[Tier, _Row]]:
         """What must fit each tier, at the moments of [Note: Needs] in ``lowering.needs``; in GB."""
         h, m = self.hardware, self.model
         device, host = self._uses(Quantity.DEVICE_HELD), self._uses(Quantity.HOST_HELD)
@@ -379,6 +389,8 @@ class Relaxation:
         disk = float(column.taken[Quantity.DISK_HELD])
         if self.hardware.shared_memory:
             return {Tier.DEVICE: 0.0, Tier.HOST: device + host, Tier.DISK: disk}
+        if self.hardware.unified_memory:
+            return {Tier.DEVICE: device, Tier.HOST: device + host, Tier.DISK: disk}
         return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
 
     def _whole(self, resources: Sequence[str]) -> list[int]:

@@ -98,15 +98,20 @@ class Search:
                 self.evaluator.seconds(plan)
 
     def frugal(self) -> Iterator[Plan]:
-        """Fitting plans of least memory: all on the lowest tier, only inputs saved."""
+        """Fitting plans of least memory: all on the lowest tier, only inputs saved.
+
+        Where device and host have one memory, all on the device takes less than all on the host,
+        beside which the device needs copies.
+        """
         model, hardware = self.relaxation.model, self.evaluator.hardware
         allowed = policies(hardware)
         saved = Saved.RECOMPUTE if Saved.RECOMPUTE in allowed else Saved.KEEP
         inputs = [policy for policy in (Saved.SWAP_HOST, Saved.SWAP_DISK, Saved.KEEP) if policy in allowed]
-        for tier, policy in product((Tier.HOST, Tier.DISK), inputs):
+        offered, on_host = [placements(block, hardware) for block in model.blocks], not hardware.unified_memory
+        in_memory = [[p for p in own if Tier.DISK not in p][-1] if on_host else own[0] for own in offered]
+        for choices, policy in product((in_memory, [own[-1] for own in offered]), inputs):
             rows = []
-            for block in model.blocks:
-                weights, state, update = [p for p in placements(block, hardware) if tier is Tier.DISK or Tier.DISK not in p][-1]
+            for block, (weights, state, update) in zip(model.blocks, choices, strict=True):
                 row = BlockPlan(name=block.name, weights=weights, state=state, update=update, saved=saved, boundary=policy)
                 rows.append(row)
             plan = Plan(
@@ -197,7 +202,8 @@ class Search:
             room = relaxed.waiting_bytes
         else:
             needs = needs_of(plan, model, shared_memory=h.shared_memory, updates=self.evaluator.updates)
-            room = h.host_memory_bytes - total_bytes(needs.host) + sum(sizes[: plan.gradient_depth])
+            beside = total_bytes(needs.device) + sum(needs.device_caches[:1]) if h.unified_memory else 0
+            room = h.host_memory_bytes - total_bytes(needs.host) - beside + sum(sizes[: plan.gradient_depth])
         most = sum(1 for total in accumulate(sizes) if total <= room)
         for depth in (min(most, len(sizes), _MOST_DEPTH), plan.gradient_depth):
             deeper = replace(plan, gradient_depth=max(depth, plan.gradient_depth))

@@ -29,6 +29,7 @@ class Device:
             through the host.
         link: The link to its host, a name in :data:`LINKS`.
         host: The host if none is named, a name in ``hosts.HOSTS``.
+        in_host_memory: Its memory is the host's own.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Device:
     peer_bytes_per_s: Figure
     link: str
     host: str
+    in_host_memory: bool = False
 
     @property
     def flop_per_s(self) -> Figure:
@@ -61,6 +63,7 @@ LINKS: dict[str, Figure] = {
     "pcie4": Figure(25e9, "Deep Optimizer States, section 4.1: achievable on PCIe 4; 31.5 GB/s nominal"),
     "pcie5": Figure(55e9, "Deep Optimizer States, section 5.1: measured on an H100; 63 GB/s nominal"),
     "nvlink-c2c": Figure(360e9, "0.8 (assumed, as PCIe 4 reaches) of 450 GB/s a direction: NVIDIA GH200 datasheet"),
+    "lpddr5x-gb10": Figure(109e9, "0.8 (assumed) of 273 GB/s, half of it to read and half to write: NVIDIA DGX Spark datasheet"),
 }
 
 # The share of the peak.
@@ -71,6 +74,7 @@ _A100 = Figure(0.55, "Korthikanti et al. 2022, table 5: 0.42 to 0.56 on many A10
 _HOPPER = Figure(0.45, "the Llama 3 paper, table 4: 0.38 to 0.43 on thousands of H100s; 0.45 assumed on one")
 _H800 = Figure(0.347, "AutoHet, section II-D: twice an A100")
 _H20 = Figure(0.8, "assumed: its memory is fast for its FLOP/s")
+_GB10 = Figure(0.35, "assumed: no source at hand measures it")
 _MI300X = Figure(0.35, "assumed: no source at hand measures it on one device")
 
 # To other devices.
@@ -81,6 +85,8 @@ _NVLINK_4 = Figure(450e9, "NVLink 4: half of the 900 GB/s of both directions, NV
 _NVLINK_CUT = Figure(200e9, "NVLink 4: half of the 400 GB/s of both directions, NVIDIA H800 datasheet")
 _INFINITY = Figure(448e9, "7 Infinity Fabric links of 64 GB/s a direction, AMD Instinct MI300X datasheet")
 
+_SPARK = "NVIDIA DGX Spark datasheet: 128 GB of LPDDR5X; an eighth (assumed) of 1 PFLOP/s in sparse FP4"
+_IN_HOST_MEMORY = {"gb10"}
 _ADA, _DDR4, _DDR5 = "NVIDIA Ada GPU architecture whitepaper", "server-ddr4", "server-ddr5"
 
 # Name; GiB; peak TFLOP/s; the share reached; memory GB/s; to peers; link; host; datasheet.
@@ -97,6 +103,7 @@ _ROWS: tuple[tuple[str, float, float, Figure, float, Figure, str, str, str], ...
     ("h800", 80, 989.4, _H800, 3350, _NVLINK_CUT, "pcie5", _DDR5, "NVIDIA H800 datasheet, SXM5"),
     ("h20", 96, 148, _H20, 4000, _NVLINK_4, "pcie5", _DDR5, "NVIDIA H20 datasheet"),
     ("mi300x", 192, 1307.4, _MI300X, 5300, _INFINITY, "pcie5", _DDR5, "AMD Instinct MI300X datasheet"),
+    ("gb10", 119, 125, _GB10, 273, _HOST_ONLY, "lpddr5x-gb10", "gb10", _SPARK),
     ("gh200", 96, 989.4, _HOPPER, 4000, _NVLINK_4, "nvlink-c2c", "grace", "NVIDIA GH200 datasheet, 96 GB HBM3"),
 )
 
@@ -110,6 +117,7 @@ DEVICES: dict[str, Device] = {
         peer_bytes_per_s=peers,
         link=link,
         host=host,
+        in_host_memory=name in _IN_HOST_MEMORY,
     )
     for name, gib, peak, share, memory, peers, link, host, sheet in _ROWS
 }

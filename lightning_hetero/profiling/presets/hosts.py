@@ -47,6 +47,7 @@ HOSTS: dict[str, Host] = {
         _host("desktop-ddr5", 89.6, "2 channels of DDR5-5600"),
         _host("server-ddr4", 204.8, "8 channels of DDR4-3200, one socket"),
         _host("server-ddr5", 307.2, "8 channels of DDR5-4800, one socket"),
+        _host("gb10", 273, "NVIDIA DGX Spark datasheet, 128 GB of LPDDR5X"),
         _host("grace", 384, "NVIDIA Grace datasheet, 480 GB of LPDDR5X"),
         # The hosts of the papers.
         _host("xeon-5320x2", 375.4, "Intel Xeon Gold 5320 datasheet, 8 channels of DDR4-2933, two sockets (LoHan, table III)"),

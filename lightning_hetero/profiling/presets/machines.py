@@ -7,7 +7,7 @@ a device (memory, FLOP/s, its link, its update rate, collectives) are those of o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hetero.errors import ConfigError
@@ -36,7 +36,8 @@ def machine(
 
     Args:
         device: A name of ``devices.DEVICES``.
-        host_memory: Host memory that training may use, such as ``"256GiB"`` or a number of bytes.
+        host_memory: Host memory that training may use, such as ``"256GiB"`` or a number of bytes. A
+            device in that memory shares it.
         disk: A name of ``disks.DISKS``, with ``x12`` for twelve; ``None``: no disk.
         count: Devices that train together.
         host: A name of ``hosts.HOSTS``; ``None``: one of the device's generation.
@@ -52,7 +53,10 @@ def machine(
     figures = _figures(chosen, memory=memory, disk=disk, count=count, host=host, link=link)
     devices = chosen.name if count == 1 else f"{count} x {chosen.name}"
     name = ", ".join([devices, f"{format_bytes(memory)} host", *([disk] if disk is not None else [])])
-    return _profile(name, figures, duplex=disk is not None and disk_named(disk).duplex, count=count)
+    found = _profile(name, figures, duplex=disk is not None and disk_named(disk).duplex, count=count)
+    if not chosen.in_host_memory:
+        return found
+    return replace(found, unified_memory=True, device_memory_bytes=min(found.device_memory_bytes, memory))
 
 
 def _figures(chosen: Device, *, memory: int, disk: str | None, count: int, host: str | None, link: str | None) -> dict[str, Figure]:
