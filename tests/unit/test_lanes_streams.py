@@ -25,9 +25,10 @@ from support.streams import Event, FakeCuda
 from lightning_hetero._native import DONE
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.lanes import streams
+from lightning_hetero.lanes import pinned, streams
 from lightning_hetero.lanes.pinned import PageLocker
 from lightning_hetero.lanes.streams import StreamLanes
+from lightning_hetero.units import MIB
 
 
 def make(fake: FakeCuda, **options: Any) -> StreamLanes:
@@ -368,6 +369,18 @@ def test_host_buffers_are_registered_until_their_last_view_goes(lanes: StreamLan
     assert fake.registered == {address: 5000}
     del view
     assert not fake.registered
+
+
+def test_huge_pages_are_asked_for_before_memory_is_page_locked(
+    lanes: StreamLanes, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registration brings the pages in, so later they could not become huge."""
+    seen: list[str] = []
+    advise, lock = pinned.advise_huge, fake.page_lock
+    monkeypatch.setattr(pinned, "advise_huge", lambda *args: (seen.append("huge"), advise(*args)))
+    monkeypatch.setattr(fake, "page_lock", lambda *args: (seen.append("locked"), lock(*args))[1])
+    lanes.host_buffer(4 * MIB)
+    assert seen == ["huge", "locked"]
 
 
 def test_memory_of_others_is_registered_until_the_end(fake: FakeCuda) -> None:
