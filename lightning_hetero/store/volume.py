@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,33 +88,53 @@ def is_rotational(
 ) -> bool:
     """Whether a block device says that it rotates, and can know.
 
-    A device that stands for others is judged by these: a device-mapper or RAID device rotates if
-    any of its parts does, a loop device if the disk under its file does.
+    Of several disks under it, any.
 
     Args:
         device: Its number, as in ``st_dev``.
         sysfs: Where sysfs is mounted.
         device_under: The number of the block device under a file.
+    """
+    return any(_says_so(place) for place in _disks(_place(device, sysfs), sysfs, device_under))
+
+
+def disks_under(path: Path) -> tuple[Path, ...]:
+    """The disks that hold a directory, as their own directories in sysfs.
+
+    Raises:
+        OSError: The directory cannot be looked at.
+    """
+    sysfs = Path("/sys")
+    found = _disks(_place(_mounted(path)[2], sysfs), sysfs, lambda file: _mounted(file)[2])
+    return tuple(dict.fromkeys(place for place in found if place.exists()))
+
+
+def _place(device: int, sysfs: Path) -> Path:
+    """A block device's directory in sysfs."""
+    return Path(os.path.realpath(sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"))
+
+
+def _disks(place: Path, sysfs: Path, device_under: Callable[[Path], int]) -> Iterator[Path]:
+    """The disks that a device in sysfs stands for.
+
+    Those of a device-mapper or RAID device are its parts', that of a loop device is the one under
+    its file.
 
     Source: Linux, Documentation/ABI/stable/sysfs-block and drivers/block/loop.c (``backing_file``).
     """
-    place = Path(os.path.realpath(sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"))
-    return _rotates(place, sysfs, device_under)
-
-
-def _rotates(place: Path, sysfs: Path, device_under: Callable[[Path], int]) -> bool:
-    """The same of a device's directory in sysfs."""
     if (place / "partition").exists():
         place = place.parent
     if (place / "slaves").is_dir() and (parts := sorted((place / "slaves").iterdir())):
-        return any(_rotates(Path(os.path.realpath(part)), sysfs, device_under) for part in parts)
-    if (place / "loop" / "backing_file").exists():
+        for part in parts:
+            yield from _disks(Path(os.path.realpath(part)), sysfs, device_under)
+    elif (place / "loop" / "backing_file").exists():
         try:
             under = device_under(Path(_read(place / "loop" / "backing_file").removesuffix("\n")))
         except OSError:  # it was removed, or is in another mount namespace: nobody can say
-            return False
-        return is_rotational(under, sysfs=sysfs, device_under=device_under)
-    return _says_so(place)
+            return
+        yield from _disks(_place(under, sysfs), sysfs, device_under)
+    else:
+        yield place
 
 
 def _says_so(place: Path) -> bool:
