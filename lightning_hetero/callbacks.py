@@ -108,7 +108,7 @@ class PlanningCallback(_Base):
             self.error = PredictionError()
             self._run.forget_step_seconds()
             self._run.executor.heap.peak_bytes = 0
-            log.info("%s", table(made, self._autoplan))
+            log.info("%s", table(made, self._autoplan, self._autoplan.next_best(session)))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -194,8 +194,11 @@ def _micro_batches(trainer: pl.Trainer) -> int:
     return max(1, int(trainer.accumulate_grad_batches)) if trainer.lightning_module.automatic_optimization else 1
 
 
-def table(plan: Plan, autoplan: Autoplan) -> str:
-    """A short table of the placement below a title line, at most 80 columns wide."""
+def table(plan: Plan, autoplan: Autoplan, rival: Plan | None) -> str:
+    """A short table of the placement below a title line, at most 80 columns wide.
+
+    Below it the prediction, also of the ``rival``: the plan that is next best.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -213,6 +216,8 @@ def table(plan: Plan, autoplan: Autoplan) -> str:
     console.print(rows)
     if plan.predicted is not None:
         console.print(_prediction(plan.predicted))
+        if rival is not None and rival.predicted is not None:
+            console.print(f"           the next best, plan {rival.name!r}, would take {rival.predicted.iteration_s:.3g} s a step")
     return screen.getvalue().rstrip()
 
 

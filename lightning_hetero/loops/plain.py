@@ -269,7 +269,7 @@ class OffloadedLoop:
         if made is not None:
             self._clock.forget()
             self._executor.heap.peak_bytes = 0
-            log.info("%s", table(made, autoplan))
+            log.info("%s", table(made, autoplan, autoplan.next_best(self.session)))
 
     def _look(self, looking: AbstractContextManager[None]) -> None:
         self._looking = looking

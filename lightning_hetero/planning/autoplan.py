@@ -47,6 +47,7 @@ _PATIENCE = 16  # steps after a plan before a drift of time or budget may cause 
 _REFINE = 0.15  # relative difference of the first steps that corrects the machine's rates
 _GAIN = 0.02  # relative: with corrected rates, a smaller gain does not justify a move
 _LEAST_S = 0.02  # difference per step below which planning is not worth it
+_LONG_S = 5.0  # a measured batch that takes longer is spoken of
 _UNKNOWN_SHORT = 32  # this fraction of the device's memory, if the error gives no size
 _LEAST_SHORT = 4096  # bytes: the least that a device is assumed to be too small by
 
@@ -99,6 +100,7 @@ class Autoplan:
         self._odd_batches = 0
         self._patience, self._steps = _PATIENCE, 0
         self._reason = ""
+        self._measured_from_s = 0.0  # when the batch that is being measured began
         self._trust_machine()
 
     def _trust_machine(self) -> None:
@@ -182,6 +184,7 @@ class Autoplan:
                 self._constant_device_bytes = session.running.lanes.allocated_bytes()
             self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)
             self.profiler.start()
+            self._measured_from_s = now_s()
         return made
 
     def after_batch(self) -> None:
@@ -194,13 +197,20 @@ class Autoplan:
             return  # it had no backward: the next batch is profiled instead
         if self.stage is Stage.RECORD:
             self._observed, self.stage = [observed], Stage.TIME
+            self._say_measured(1)
             return
         recorded, *timed = self._observed
         if len(timed) == _TIMED:
             timed = []  # they are from before the last plan
+        self._say_measured(len(timed) + 2)
         self._observed = [recorded, *timed, observed]
         if len(timed) + 1 == _TIMED:
             self.stage = Stage.PLAN
+
+    def _say_measured(self, number: int) -> None:
+        took_s, of = now_s() - self._measured_from_s, 1 + _TIMED
+        if took_s >= _LONG_S:
+            log.info("batch %d of the %d that are measured took %.0f s.", number, of, took_s)
 
     def abandon_batch(self) -> None:
         """The current batch will not end normally."""
@@ -325,6 +335,13 @@ class Autoplan:
     def _planning(self, session: Session, model: ModelProfile) -> FitPlanning:
         return FitPlanning(session, model, self._micro_batches)
 
+    def next_best(self, session: Session) -> Plan | None:
+        """The fastest built-in plan that could run instead of the plan in force, predicted."""
+        if self._basis is None:
+            return None
+        plan, model, machine = self._basis
+        return self._planning(session, model).next_best(plan, machine)
+
     def _search(self, session: Session, model: ModelProfile) -> Plan:
         """The planner's plan. If it finds none, a lesser plan stays in force."""
         planning, again = self._planning(session, model), self._is_machine_wrong(session, model)
@@ -337,7 +354,7 @@ class Autoplan:
                 hardware = scaled(self._on.profile(session, disk=disk, again=again), self._scale)
             except OutOfMemoryBudgetError as error:
                 return self._unmeasured(session, model, error)
-            log.info("searching a plan with %r.", self.planner)
+            log.info("searching a plan with %r%s.", self.planner, _at_most(self.planner))
             try:
                 plan, self.machine = planning.search(hardware, planner=self.planner, short_bytes=self._short_bytes)
                 break
@@ -397,6 +414,15 @@ class Autoplan:
             constant_host_bytes=self._constant_bytes + (kept_bytes(recorded, grown) if native else 0),
         )
         return replace(profile, kept_every=shape.kept_every)
+
+
+def _at_most(planner: str) -> str:
+    """How long a planner searches, as far as it has a limit."""
+    if planner != "holistic":
+        return ""
+    from lightning_hetero.planners.holistic.planner import SECONDS  # imported when it plans
+
+    return f", for {SECONDS:.0f} s at most"
 
 
 def _differs(value: float, reference: float, drift: float) -> bool:

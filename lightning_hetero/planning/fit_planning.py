@@ -99,6 +99,19 @@ class FitPlanning:
                 machine = replace(machine, **{key: getattr(machine, key) + error.shortfall_bytes})
         return plan
 
+    def next_best(self, plan: Plan, machine: HardwareProfile) -> Plan | None:
+        """The fastest built-in plan that could run instead, predicted; ``None``: none could."""
+        shape, device = self.model.shape(), not machine.shared_memory
+        found = []
+        for make in BUILTIN_PLANS.values():
+            other = fitted(make(shape), shape, device=device)
+            if other.blocks == fitted(plan, shape, device=device).blocks:
+                continue
+            with suppress(OutOfMemoryBudgetError, PlanError, ConfigError):
+                self.session.check(other)
+                found.append(replace(other, predicted=self._prediction(other, machine)))
+        return min(found, key=lambda one: one.require_predicted().iteration_s, default=None)
+
     def refined(self, plan: Plan, machine: HardwareProfile, *, step_s: float) -> tuple[float, Plan] | None:
         """Finds the factor of all rates except compute's that explains the measured time of a step.
 

@@ -24,6 +24,8 @@ class StepClock:
         self._begin = now()
         self._current: _Intervals = []  # of the step under way
         self._ended: deque[_Intervals] = deque()  # steps whose time has not been asked for
+        self.last_s: float | None = None  # of the last step that was taken
+        self.steps = 0  # that have ended
 
     def batch_begins(self) -> None:
         """The time of a step goes on."""
@@ -33,6 +35,7 @@ class StepClock:
         """A batch is over; ``stepped``: with it a step."""
         self._current.append((self._begin, self._now()))
         if stepped:
+            self.steps += 1
             self._ended.append(self._current)
             self._current = []
 
@@ -56,6 +59,7 @@ class StepClock:
         if not self._ended:
             return None
         self._ended.popleft()
+        self.last_s = seconds
         return seconds
 
     def forget(self) -> None:

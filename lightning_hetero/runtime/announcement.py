@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.clock import now_s
@@ -16,6 +16,7 @@ from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0  # without a line about a placement that takes long
 _HEAD = ("tier", "weights", "optimizer state", "needed", "allowed")
 
 
@@ -36,6 +37,20 @@ class Allowed:
     is_given: bool
     files: int
     disk: int
+
+
+def placing(blocks: Sequence[Block]) -> Iterator[Block]:
+    """The blocks one by one. Every few seconds a line says how far the placement is."""
+    sizes = [sum(part.weight_bytes for part in block.parts) for block in blocks]
+    total, done, begin_s = sum(sizes), 0, now_s()
+    said_s = begin_s
+    for block, size in zip(blocks, sizes, strict=True):
+        yield block
+        done += size
+        if now_s() - said_s >= _PATIENCE_S and 0 < done < total:
+            said_s = now_s()
+            left_s = (said_s - begin_s) * (total - done) / done
+            log.info("placed %s of %s of weights; about %.0f s to go.", format_bytes(done), format_bytes(total), left_s)
 
 
 def announce(

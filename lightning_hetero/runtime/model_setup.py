@@ -11,6 +11,7 @@ from torch import nn
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, materialize, restore
 from lightning_hetero.runtime import quantizing
+from lightning_hetero.runtime.announcement import placing
 from lightning_hetero.runtime.block_moves import close_parts, open_cut_parts
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -137,7 +138,7 @@ class ModelSetup:
         """Opens files block by block and writes the weights. Memory keeps what fits the budget."""
         used, later = quantizing.reading_bytes(self._root), list[tuple[str, nn.Parameter]]()
         self._initializer.read_buffers()
-        for block in in_order_of_construction(self._root, self.blocks):
+        for block in placing(in_order_of_construction(self._root, self.blocks)):
             if self._needs_content(block) and not self._initializer.read(block, self._made_on_meta):
                 later += [(n, params_of(block)[n]) for n in self._initializer.set(block, self._made_on_meta)]
             is_read = block.name in self._unset and resumed is None

@@ -38,7 +38,7 @@ from lightning_hetero.planners.micro_batches import split
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all in memory
-_SECONDS = 20.0
+SECONDS = 20.0
 _SIMULATED_BLOCKS = 900  # blocks simulated in one search: a large model gets fewer simulations
 _EVALUATIONS = (8, 300)
 _FEW_BLOCKS, _OF_FEW_BLOCKS = 3, 1000  # such models are simulated quickly, and single moves miss more of their plans
@@ -55,7 +55,7 @@ def plan(
     updates: Updates = Updates.IN_BACKWARD,
     prefer_resident: float | None = None,
     evaluations: int | None = None,
-    seconds: float = _SECONDS,
+    seconds: float = SECONDS,
 ) -> Plan:
     """The fastest plan found by simulation.
 
