@@ -5,11 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_CLOSE, _AS_CLOSE = 0.7, 0.05  # similarity of a mistyped name: at least, and at most this far below the best
+
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """A hint for a mistyped name: ``" Did you mean 'disk'?"``; empty if no known name is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    """A hint for a mistyped name: ``" Did you mean 'disk'?"``; empty if no known name is close.
+
+    Upper and lower case are one. Several names are proposed only if they are equally close.
+    """
+    typed = str(name).lower()
+    likeness = {one: difflib.SequenceMatcher(None, typed, one.lower()).ratio() for one in known}
+    best = max(likeness.values(), default=0.0)
+    close = [one for one in likeness if likeness[one] >= max(_CLOSE, best - _AS_CLOSE)]
+    close.sort(key=lambda one: -likeness[one])
+    return f" Did you mean {' or '.join(map(repr, close[:3]))}?" if close else ""
 
 
 class HeteroError(Exception):

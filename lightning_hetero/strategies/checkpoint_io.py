@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_hetero import checkpoint as streaming
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.errors import CheckpointWriteError, ConfigError, HeteroError
+from lightning_hetero.errors import CheckpointMissingError, CheckpointWriteError, ConfigError, HeteroError, did_you_mean
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.untyped import Options, Value
 
@@ -57,6 +57,22 @@ def check_file(path: object) -> None:
     )
 
 
+def _check_presence(path: object) -> None:
+    """Refuses a local path at which there is nothing.
+
+    Raises:
+        CheckpointMissingError: It names what is near.
+    """
+    place = Place.of(path).local if isinstance(path, str | os.PathLike) else None
+    if place is None or place.exists():
+        return
+    beside = [str(other) for other in place.parent.iterdir()] if place.parent.is_dir() else []
+    raise CheckpointMissingError(
+        f"ckpt_path {str(path)!r} does not exist.{did_you_mean(path, beside)} Allowed: a checkpoint file, or a store: the "
+        f"disk_path of a run that keeps its steps. To begin anew, leave ckpt_path out."
+    )
+
+
 class _HeteroCheckpointIO(_Base):
     """Writes ``torch.save`` files; with ``streams`` one offloaded tensor is in memory at a time."""
 
@@ -78,6 +94,7 @@ class _HeteroCheckpointIO(_Base):
 
     def load_checkpoint(self, path: Value, map_location: Value = None, weights_only: bool | None = None) -> Value:
         check_file(path)
+        _check_presence(path)
         if self.streams and Place.of(path).is_file():
             return streaming.load(path, map_location, weights_only=weights_only)
         # With Lightning's default, a function, torch cannot load tensor subclasses.

@@ -95,6 +95,7 @@ class HeteroOffload(_Base):
 
     strategy_name = "hetero_offload"
 
+    @checked.with_hints
     def __init__(
         self,
         plan: str | os.PathLike[str] | Plan = "auto",

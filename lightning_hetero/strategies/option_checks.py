@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
@@ -26,6 +28,9 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.units import format_bytes, parse_bytes
+
+_Self = TypeVar("_Self")
+_Options = ParamSpec("_Options")
 
 REPLAN_DRIFT = 0.5  # the default
 _AUTO = "holistic"  # the planner behind plan="auto"
@@ -123,6 +128,21 @@ def choices(
         exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
         chunked_head=flag("chunked_head", chunked_head),
     )
+
+
+def with_hints(init: Callable[Concatenate[_Self, _Options], None]) -> Callable[Concatenate[_Self, _Options], None]:
+    """A constructor that names the nearest option if it gets one that it does not have."""
+    known = list(signature(init).parameters)[1:]
+
+    @wraps(init)
+    def checked(self: _Self, /, *args: _Options.args, **options: _Options.kwargs) -> None:
+        for name in options:
+            if name not in known:
+                kind = type(self).__name__
+                raise TypeError(f"{kind} has no option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}.")
+        init(self, *args, **options)
+
+    return checked
 
 
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:

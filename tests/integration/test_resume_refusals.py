@@ -10,7 +10,7 @@ import torch
 from support.models import Recipe, Shape
 from support.resuming import RECIPE, offload, train
 
-from lightning_hetero.errors import ConfigError, StoreCorruptError
+from lightning_hetero.errors import CheckpointMissingError, ConfigError, StoreCorruptError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
@@ -18,6 +18,14 @@ def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
     train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, stop=0)
     with pytest.raises(ConfigError, match="no step has been committed yet"):
         train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "store")
+
+
+def test_a_ckpt_path_that_does_not_exist_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "run1").mkdir()
+    with pytest.raises(CheckpointMissingError, match=r"run2' does not exist\. Did you mean '.*run1'\? Allowed: a"):
+        train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "run2")
+    with pytest.raises(CheckpointMissingError, match=r"no/where' does not exist\. Allowed: a checkpoint file, or a store"):
+        train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "no" / "where")
 
 
 @pytest.mark.parametrize("size", [None, 0, "zeros"])
