@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
     from lightning_hetero.lanes import EmulatedDevice
     from lightning_hetero.loops.plain import offload
+    from lightning_hetero.monitors import DiskWear, OffloadMonitor, TraceOnDemand
     from lightning_hetero.strategies import HeteroOffloadStrategy, HeteroParallelFsdpStrategy, HeteroParallelStrategy, LocalFirst
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockPlan",
+    "DiskWear",
     "EmulatedDevice",
     "HeteroError",
     "HeteroOffloadStrategy",
     "HeteroParallelFsdpStrategy",
     "HeteroParallelStrategy",
     "LocalFirst",
+    "OffloadMonitor",
     "Plan",
     "Tier",
+    "TraceOnDemand",
     "UpdateLane",
     "export_weights",
     "offload",
@@ -38,6 +42,7 @@ _HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_h
 _STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy", "LocalFirst")
 _HOMES |= dict.fromkeys(_STRATEGIES, "lightning_hetero.strategies")
 _HOMES["EmulatedDevice"] = "lightning_hetero.lanes"
+_HOMES |= dict.fromkeys(("DiskWear", "OffloadMonitor", "TraceOnDemand"), "lightning_hetero.monitors")
 _HOMES["offload"] = "lightning_hetero.loops.plain"
 _HOMES["export_weights"] = "lightning_hetero.convert.exporting"
 

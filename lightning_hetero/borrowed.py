@@ -77,6 +77,11 @@ REPLACED = (
         "Memory that ends in the hooks before gradients are zeroed is named, also in a batch without a step.",
         ("self", "optimizer"),
     ),
+    Borrowed(
+        "lightning:callbacks.ProgressBar.get_metrics",
+        "OffloadMonitor adds its texts, which the module's own metrics cannot hold.",
+        ("self", "trainer", "pl_module"),
+    ),
     Borrowed("trainer:fit_loop._data_fetcher", "Its combined loader is replaced by one that counts batches."),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,11 @@ class Plan:
                 f"counts, and rules before these match all of their blocks. Move these up, or remove them."
             )
         return replace(self, blocks=tuple(resolved))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Drawn by a room above this one, which is loaded on demand."""
+        shown: str = import_module("lightning_hetero.report").plan_fragment(self)
+        return shown
 
     def require_predicted(self) -> Prediction:
         """The simulator's view of a plan that has been simulated.

@@ -6,10 +6,14 @@ The runtime records it, and the simulator predicts it in the same form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.codec import parse_object
 
 WAIT = "wait "  # prefix of the names of compute's waits; the anchor follows
 
@@ -89,6 +93,30 @@ class Trace:
         ]
         return json.dumps({"traceEvents": events})
 
+    @classmethod
+    def from_chrome(cls, text: str, *, source: str = "trace") -> Trace:
+        """Reads :meth:`to_chrome`'s text; orders of issue and dependencies are not in it.
+
+        Raises:
+            ConfigError: It is not such a text.
+        """
+        events = parse_object(text, what="trace", source=source).get("traceEvents")
+        if not isinstance(events, list):
+            raise ConfigError(f"{source} is not a trace: it has no list of 'traceEvents'.")
+        try:
+            lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+            return cls(spans=tuple(_span(event, lanes) for event in events if event["ph"] == "X"))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{source} is a trace of another program: {error!r} in one of its events. Give one that `simulate --trace` or "
+                f"TraceOnDemand has written."
+            ) from error
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows. Drawn by a room above this one, which is loaded on demand."""
+        shown: str = import_module("lightning_hetero.report").trace_fragment(self)
+        return shown
+
     def save(self, path: str | Path) -> None:
         """Writes :meth:`to_chrome` to a file."""
         Path(path).write_text(self.to_chrome(), encoding="utf-8")
@@ -101,6 +129,22 @@ class Trace:
     def busy_s(self) -> dict[str, float]:
         """Seconds in which each lane had at least one span."""
         return {lane: _union_s((s.start_s, s.end_s) for s in self.spans if s.lane == lane) for lane in {s.lane for s in self.spans}}
+
+
+def _span(event: Mapping[str, Any], lanes: Mapping[int, str]) -> Span:
+    begin_s, more = event["ts"] / 1e6, event["args"]
+    waited_s = more.get("waited_us", 0.0) / 1e6
+    is_op = not event["name"].startswith(WAIT) and waited_s > 0
+    return Span(
+        step=more["step"],
+        name=event["name"],
+        lane=lanes[event["tid"]],
+        start_s=begin_s,
+        end_s=begin_s + event["dur"] / 1e6,
+        num_bytes=more["bytes"],
+        waited_for=more.get("waited_for", ""),
+        issued_s=begin_s - waited_s if is_op else None,
+    )
 
 
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:

@@ -127,10 +127,17 @@ class Recorder:
 
     def observe(self, lanes: Lanes, blocks: Sequence[str]) -> None:
         """Records the ops of lanes, if enabled; ``blocks`` has the names of the blocks."""
+        self._blocks = tuple(blocks)
         if self.enabled:
-            lanes.timed = True
-            lanes.observer = self._follow
-            self.now, self._blocks = lanes.now, tuple(blocks)
+            self.switch(lanes, on=True)
+
+    def switch(self, lanes: Lanes, *, on: bool) -> None:
+        """Begins or ends recording, between two steps; what was recorded stays."""
+        self.enabled, lanes.timed = on, on
+        lanes.observer = self._follow if on else None
+        self._stays.clear()  # a stay without its neighbours has no times
+        if on:
+            self.now = lanes.now
 
     def _follow(self, queued: OpEvent) -> None:
         """Remembers an op that is being given to its lane."""

@@ -100,7 +100,9 @@ class Training:
         # the weights.
         self._is_manual = not module.automatic_optimization
         self._closure = lightning_of(module.trainer).module("loops.optimization.automatic").Closure
-        self.clock = None if autoplan is None else StepClock(executor.lanes.now)
+        self.clock: StepClock | None = None
+        if autoplan is not None:
+            self.time_steps()
         self._stepped = False
         self.step_ended = False  # the current batch ends in an optimizer step
         self._clipping = _clipping_of(module.trainer)  # as the rules in force have it
@@ -270,6 +272,12 @@ class Training:
             bindings = self._session.bindings
             self._session.keep_step(partial(self.state.take, lambda: [b.books() for b in bindings]), last=self.state.may_be_last)
         self._make_links()
+
+    def time_steps(self) -> StepClock:
+        """Between two batches: times the steps from now on, also without a planner."""
+        if self.clock is None:
+            self.clock = StepClock(self._executor.lanes.now)
+        return self.clock
 
     def take_step_seconds(self) -> float | None:
         """As a batch ends: see :meth:`StepClock.take`."""
