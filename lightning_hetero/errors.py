@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_CLOSE, _AS_CLOSE = 0.7, 0.05  # similarity of a mistyped name: at least, and at most this far below the best
+_CLOSE, _AS_CLOSE = 0.66, 0.05  # similarity of a mistyped name: at least, and at most this far below the best
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

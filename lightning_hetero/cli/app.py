@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from lightning_hetero.cli import options as o
 from lightning_hetero.cli.output import print_json
 from lightning_hetero.cli.planning import DEFAULT, described
+from lightning_hetero.cli.words import epilog
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError, UnsupportedError
 
 OK, PROBLEM, IMPOSSIBLE = 0, 1, 2
@@ -119,7 +120,7 @@ def _root(
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (JSON).")]
 
 
-@app.command()
+@app.command(epilog=epilog("doctor"))
 def doctor(
     path: Annotated[Path, typer.Option(metavar="DIR", help="The directory for the disk tier.")] = Path(),
     as_json: o.Json = False,
@@ -134,7 +135,7 @@ def doctor(
         raise typer.Exit(PROBLEM)
 
 
-@app.command()
+@app.command(epilog=epilog("profile"))
 def profile(
     path: Annotated[Path | None, typer.Option(metavar="DIR", help="A directory on the disk to measure.  [default: .]")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the profile here.")] = None,
@@ -166,7 +167,7 @@ def profile(
     command.run(path, out=out, refresh=refresh, device=device, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=epilog("plan"))
 def plan(
     context: typer.Context,
     model_profile: o.ModelFile = None,
@@ -197,7 +198,7 @@ def plan(
     command.run(o.Request.of(context), planner=planner, options=option or [], out=out, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=epilog("explain"))
 def explain(
     context: typer.Context,
     plan: PlanFile,
@@ -241,7 +242,7 @@ def explain(
     command.run(plan, o.Request.of(context), as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=epilog("simulate"))
 def simulate(
     context: typer.Context,
     plan: PlanFile,
@@ -272,7 +273,42 @@ def simulate(
     command.run(plan, o.Request.of(context), trace=trace, timeline=timeline, as_json=as_json)
 
 
-@app.command("plan-cluster")
+@app.command(epilog=epilog("report"))
+def report(
+    context: typer.Context,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A plan file, a trace, or a folder of TraceOnDemand.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the page here.")] = Path("report.html"),
+    of: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan of a trace, to compare both.")] = None,
+    model_profile: o.ModelFile = None,
+    preset_model: o.PresetModel = None,
+    model_config: o.ModelConfig = None,
+    lora: o.LoraText = None,
+    dora: o.Dora = False,
+    quantize: o.Quantize = None,
+    chunked_head: o.ChunkedHead = False,
+    batch: o.Batch = None,
+    sequence: o.Sequence = None,
+    precision: o.Precision = None,
+    hardware_profile: o.HardwareFile = None,
+    machine: o.Machine = None,
+    device: o.Device = None,
+    host_memory: o.HostMemory = None,
+    disk: o.Disk = None,
+    devices: o.Devices = None,
+    link: o.Link = None,
+    as_json: o.Json = False,
+) -> None:
+    """Shows a plan, a trace or a recorded run as one HTML page.
+
+    Where every tensor lives, one step predicted and measured, what compute waits for, what would
+    help.
+    """
+    from lightning_hetero.cli import report as command
+
+    command.run(path, o.Request.of(context), plan=of, out=out, as_json=as_json)
+
+
+@app.command("plan-cluster", epilog=epilog("plan-cluster"))
 def plan_cluster(
     cluster: Annotated[
         str,
@@ -337,7 +373,7 @@ Dtype = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog=epilog("inspect"))
 def inspect(path: SomePath, as_json: o.Json = False) -> None:
     """Shows the contents of a path.
 
@@ -348,7 +384,7 @@ def inspect(path: SomePath, as_json: o.Json = False) -> None:
     command.run(path, as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=epilog("verify"))
 def verify(path: SomePath, as_json: o.Json = False) -> None:
     """Checks that a path is complete and undamaged.
 

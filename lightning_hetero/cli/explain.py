@@ -19,6 +19,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction, Tier
 from lightning_hetero.lowering import mirrored_bytes
+from lightning_hetero.profiling.wear import Wear
+from lightning_hetero.report.groups import Group, groups
 from lightning_hetero.sim import Simulation
 from lightning_hetero.units import format_bytes
 
@@ -41,6 +43,7 @@ class Explanation:
         hardware: The machine.
         simulation: The plan's step.
         forward_only: Its passes without backward.
+        wear: What its steps write to the disk; ``None``: nothing.
         influences: The gain from each resource being faster.
         alternatives: The effect of another placement of one block.
         others: The other planners' plans, fastest first.
@@ -54,6 +57,7 @@ class Explanation:
     hardware: HardwareProfile
     simulation: Simulation
     forward_only: ForwardOnly
+    wear: Wear | None
     influences: Sequence[reasons.Influence]
     alternatives: Sequence[reasons.Alternative]
     others: Sequence[Outcome]
@@ -124,6 +128,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
         hardware=hardware,
         simulation=simulated,
         forward_only=without_backward,
+        wear=reasons.wear(simulated, request, hardware),
         influences=influences,
         alternatives=alternatives,
         others=sorted(others, key=lambda o: o.iteration_s),
@@ -154,7 +159,8 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "decisions": e.plan.decisions,
         "predicted": e.predicted,
         "forward_only": e.forward_only,
-        "placement": [_placement(group, e.plan, e.part) for group in reasons.groups(e.plan)],
+        "wear": e.wear,
+        "placement": [_placement(group, e.plan, e.part) for group in groups(e.plan)],
         "where": where(e.plan, e.part, shared_memory=e.hardware.shared_memory),
         "frozen": frozen(e.plan, e.part),
         "tiers": e.use,
@@ -175,7 +181,8 @@ def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
     passes = {"no backward": _passes(e)}
-    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **passes, **paper_optimum(e.plan)}))
+    worn = {} if e.wear is None else {"disk wear": str(e.wear)}
+    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **passes, **worn, **paper_optimum(e.plan)}))
     screen.print(_placements(e))
     screen.print(_where(e))
     if rows := frozen(e.plan, e.part):
@@ -185,13 +192,13 @@ def _print(e: Explanation, about: Mapping[str, str]) -> None:
     if e.simulation.waits:
         screen.print(waits(e.simulation))
         screen.print(longest(e.simulation, most=3))
-    screen.print(_binding(e.influences, full(e.use), e.use), markup=False)
+    screen.print(binding(e), markup=False)
     this = Outcome(planner=e.plan.name, plan=e.plan)
     ranked = sorted([this, *e.others], key=lambda o: o.iteration_s)
     screen.print(comparison("\nThis plan and the other planners'", ranked, width=screen.width, this=this))
     for outcome in e.others:
         if outcome.error is not None:
-            screen.print(f"No plan by {outcome.planner}: {_shortly(outcome.error)}", markup=False)
+            screen.print(f"No plan by {outcome.planner}: {shortly(outcome.error)}", markup=False)
     screen.print()
     screen.print(_what_ifs(e.what_ifs, e.plan, e.model, e.planner))
 
@@ -255,7 +262,7 @@ def full(use: dict[str, dict[str, int]]) -> list[str]:
     return [tier for tier, row in use.items() if row["capacity_bytes"] and row["peak_bytes"] >= _FULL * row["capacity_bytes"]]
 
 
-def _placement(group: reasons.Group, plan: Plan, model: ModelProfile) -> dict[str, Any]:
+def _placement(group: Group, plan: Plan, model: ModelProfile) -> dict[str, Any]:
     placed = group.placed
     return {
         "blocks": [plan.blocks[index].name for index in group.indices],
@@ -278,15 +285,15 @@ def _placements(e: Explanation) -> Table:
             group.placed.weights.value,
             group.placed.state.value,
             group.placed.update.value,
-            _activations(group, e),
+            activations(group, e),
         )
-        for group in reasons.groups(e.plan)
+        for group in groups(e.plan)
     ]
     columns = ("blocks", "count", "parameters", "weights", "state", "update", "activations")
     return table("What is where", columns, rows, right=("count", "parameters"))
 
 
-def _activations(group: reasons.Group, e: Explanation) -> str:
+def activations(group: Group, e: Explanation) -> str:
     """The treatment of the activations that the group's blocks save, as shares of their bytes."""
     shared = e.hardware.shared_memory
     found = [saved_bytes(e.part.blocks[i], e.plan.blocks[i], shared_memory=shared) for i in group.indices]
@@ -317,27 +324,30 @@ def _frozen(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _alternatives(found: Sequence[reasons.Alternative], iteration_s: float) -> Table:
-    rows = []
-    for a in found:
-        if a.iteration_s is None:
-            effect = f"does not fit: {format_bytes(a.shortfall_bytes)} of {a.tier} memory missing"
-        else:
-            effect = change(a.iteration_s, iteration_s)
-        rows.append((a.block, a.change, effect))
+    rows = [(a.block, a.change, effect(a, iteration_s)) for a in found]
     return table("Why not otherwise: the step after a change of one block", ("block", "change", "step"), rows)
 
 
-def _binding(influences: Sequence[reasons.Influence], full_tiers: Sequence[str], use: dict[str, dict[str, int]]) -> str:
-    first = influences[0]
+def effect(one: reasons.Alternative, iteration_s: float) -> str:
+    """What another placement of a block does to a step of ``iteration_s`` seconds."""
+    if one.iteration_s is None:
+        return f"does not fit: {format_bytes(one.shortfall_bytes)} of {one.tier} memory missing"
+    return change(one.iteration_s, iteration_s)
+
+
+def binding(e: Explanation) -> str:
+    """What bounds the step, and which tiers are full."""
+    first, use = e.influences[0], e.use
     lines = [f"Binding: {first.resource}. A tenth faster, it shortens the step by {percent(first.saved_share)}."]
-    rest = [f"{i.resource} {percent(i.saved_share)}" for i in influences[1:] if i.saved_share > 0.0005]
+    rest = [f"{i.resource} {percent(i.saved_share)}" for i in e.influences[1:] if i.saved_share > 0.0005]
     lines.append(f"The same for the others: {', '.join(rest)}." if rest else "No other resource shortens it.")
-    for tier in full_tiers:
+    for tier in full(use):
         lines.append(f"Full: {tier}, {format_bytes(use[tier]['peak_bytes'])} of {format_bytes(use[tier]['capacity_bytes'])}.")
     return "\n".join(lines)
 
 
-def _shortly(error: Exception) -> str:
+def shortly(error: Exception) -> str:
+    """Why there is no plan, in few words."""
     if isinstance(error, PlanError) and error.tier:
         return f"{format_bytes(error.shortfall_bytes)} of {error.tier} memory missing."
     return str(error)
@@ -348,11 +358,11 @@ def _what_ifs(found: Sequence[tuple[reasons.Scenario, Outcome]], plan: Plan, mod
     rows = []
     for scenario, outcome in found:
         if outcome.error is not None:
-            rows.append((scenario.change, "none", "", "", _shortly(outcome.error)))
+            rows.append((scenario.change, "none", "", "", shortly(outcome.error)))
             continue
         per_token = outcome.iteration_s / scenario.model.tokens
-        effect = change(before, per_token)
         what = "this one" if outcome.kept else "another"
-        rows.append((scenario.change, what, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), effect))
+        gain = change(before, per_token)
+        rows.append((scenario.change, what, seconds(outcome.iteration_s), count(1 / per_token, "tokens/s"), gain))
     columns = ("change", "plan", "step", "throughput", "against this plan")
     return table(f"What if (planned by {planner})", columns, rows, right=columns[2:4])

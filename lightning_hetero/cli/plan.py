@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.cli import planning
+from lightning_hetero.cli import planning, reasons
 from lightning_hetero.cli.head import logits
 from lightning_hetero.cli.options import Request
 from lightning_hetero.cli.output import console, count, pairs, plain, print_json, seconds, table, write_text
 from lightning_hetero.cli.planning import Outcome
+from lightning_hetero.cli.remedies import with_remedies
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -39,7 +40,7 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
     outcomes = planning.run(chosen, model, hardware, given)
     best = min(outcomes, key=lambda o: o.iteration_s)
     if best.plan is None:
-        raise _with_remedies(
+        raise with_remedies(
             _refusal(outcomes), request, model, hardware, lambda other: planning.fits(chosen, other, hardware, given)
         )
     if out is not None:
@@ -52,7 +53,18 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
         print_json(rows if planner == planning.ALL else rows[0])
         return
     about = described_with_head(request, model, hardware)
+    if best.plan.require_predicted().disk_bytes and planner != planning.ALL:
+        about |= _wear(best.plan, request, model, hardware)
     _print(outcomes if planner == planning.ALL else [best], best.plan, model, about, out=out)
+
+
+def _wear(plan: Plan, request: Request, model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
+    """A line on what the plan writes to the disk."""
+    from lightning_hetero.planners.evaluation import simulation
+
+    simulated = simulation(plan, planning.micro_batch(model, plan), hardware, keep_trace=True)
+    wear = reasons.wear(simulated, request, hardware)
+    return {} if wear is None else {"disk wear": str(wear)}
 
 
 def _refusal(outcomes: Sequence[Outcome]) -> Exception:
@@ -66,40 +78,6 @@ def _refusal(outcomes: Sequence[Outcome]) -> Exception:
         tier=getattr(closest, "tier", ""),
         shortfall_bytes=getattr(closest, "shortfall_bytes", 0),
     )
-
-
-def _with_remedies(
-    refusal: Exception, request: Request, model: ModelProfile, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]
-) -> Exception:
-    """A refusal with more remedies: a head in chunks, and the largest batch that fits.
-
-    Args:
-        refusal: Why there is no plan.
-        request: What was asked for.
-        model: Its model.
-        hardware: Its machine.
-        fits: Whether there is a plan for another model.
-    """
-    if not isinstance(refusal, PlanError):
-        return refusal
-    remedies = [str(refusal)]
-    if (head := logits(request, model, hardware)) is not None:
-        remedies.append(f"The head: {head}{', and it fits' if fits(head.model) else ''}.")
-    if request.batch is not None and request.batch > 1:
-        remedies.append(_smaller_batch(request, request.batch, hardware, fits))
-    return PlanError(" ".join(remedies), tier=refusal.tier, shortfall_bytes=refusal.shortfall_bytes)
-
-
-def _smaller_batch(request: Request, too_many: int, hardware: HardwareProfile, fits: Callable[[ModelProfile], bool]) -> str:
-    """The largest batch that fits; ``too_many`` does not."""
-    enough = 0
-    while too_many - enough > 1:
-        batch = (enough + too_many) // 2
-        if fits(replace(request, batch=batch).model(hardware)):
-            enough = batch
-        else:
-            too_many = batch
-    return f"A smaller batch: --batch {enough} fits." if enough else "No smaller batch fits, not even --batch 1."
 
 
 def _print(outcomes: Sequence[Outcome], best: Plan, model: ModelProfile, about: Mapping[str, str], *, out: Path | None) -> None:

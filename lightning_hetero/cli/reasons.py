@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lightning_hetero.cli.options import Request
@@ -15,7 +16,11 @@ from lightning_hetero.errors import ConfigError, PlanError, RateError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.lowering import fitted
+from lightning_hetero.profiling.wear import Drive, Wear, drives_under, together
+from lightning_hetero.report.groups import groups
+from lightning_hetero.sim import Simulation
 from lightning_hetero.units import GIB
 
 MORE_HOST_BYTES = 32 * GIB
@@ -23,41 +28,6 @@ FASTER = 1.1  # factor by which a resource is faster when its influence is compu
 _UP = {Tier.DISK: Tier.HOST, Tier.HOST: Tier.DEVICE}
 _DRIVE = "nvme-gen4"  # the drive of "+1 SSD" on a machine without one
 _MOST_GROUPS = 8  # beyond these, reasons repeat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Blocks with the same placement.
-
-    Attributes:
-        indices: The blocks.
-        placed: Their placement, with the first block's name.
-    """
-
-    indices: tuple[int, ...]
-    placed: BlockPlan
-
-    def names(self, plan: Plan) -> str:
-        """The blocks' names: neighbours as first and last, many runs as one with gaps."""
-        runs: list[list[int]] = []
-        for index in self.indices:
-            if runs and runs[-1][-1] == index - 1:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        texts = [plan.blocks[r[0]].name + (f" … {plan.blocks[r[-1]].name}" if len(r) > 1 else "") for r in runs]
-        if len(runs) <= 2:
-            return ", ".join(texts)
-        return f"{plan.blocks[runs[0][0]].name} … {plan.blocks[runs[-1][-1]].name}, with gaps"
-
-
-def groups(plan: Plan) -> list[Group]:
-    """The blocks of a resolved plan by placement, in the order of their first one."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for index, block in enumerate(plan.blocks):
-        key = (block.weights, block.state, block.update, block.saved, block.boundary, tuple(sorted(block.operators.items())))
-        found.setdefault(key, []).append(index)
-    return [Group(indices=tuple(indices), placed=plan.blocks[indices[0]]) for indices in found.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +141,38 @@ def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[M
     if hardware.world_size > 1:
         out["collectives"] = scaled("collective_bytes_per_s")
     return out
+
+
+def wear(simulation: Simulation, request: Request, hardware: HardwareProfile) -> Wear | None:
+    """What a simulated step writes to the disk, and how long the drives last; ``None``: nothing.
+
+    Args:
+        simulation: The step, with its trace.
+        request: Names the drives, if the machine is made of known parts.
+        hardware: The machine.
+    """
+    steps: dict[int, int] = {}
+    for span in simulation.trace.spans:
+        if span.lane == Lane.DISK_WRITE:
+            steps[span.step] = steps.get(span.step, 0) + span.num_bytes
+    written = max(steps.values(), default=0)  # the simulation ends before all writes of its last step
+    if not written:
+        return None
+    return Wear(step_bytes=written, step_s=simulation.prediction.iteration_s, drive=_drives(request, hardware))
+
+
+def _drives(request: Request, hardware: HardwareProfile) -> Drive | None:
+    """The drives of a machine of known parts, or those of this one."""
+    from lightning_hetero.profiling import presets
+
+    if request.hardware_profile is not None or not hardware.disk_capacity_bytes:
+        return None
+    paper = presets.PAPER_MACHINES.get(request.machine or "")
+    spec = request.disk or (paper.disk if paper is not None else None)
+    if spec is None:
+        return together(drives_under(Path())) if request.device is None and paper is None else None
+    disk = presets.disk(spec)
+    return Drive(name=disk.name, rated_bytes=disk.rated_bytes.value, source=disk.rated_bytes.source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Lane
-from lightning_hetero.ir.trace import Span
+from lightning_hetero.report.bars import DARK, KINDS, LANES, Bar, bars, spans, window
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,104 +19,7 @@ if TYPE_CHECKING:
 
     from lightning_hetero.sim import Simulation
 
-# Colours that meet on one lane are distinct for colour-blind readers too.
-_KINDS: Mapping[str, tuple[str, str]] = {
-    "F": ("forward", "#4c9be8"),
-    "B": ("backward", "#1b4f91"),
-    "wait": ("compute waits", "#d9d9d9"),
-    "FETCH": ("fetch weights (disk → host)", "#3aa655"),
-    "FETCH state": ("fetch state", "#a3d9a5"),
-    "UPLOAD": ("upload (host → device)", "#f2a03d"),
-    "GRAD": ("gradients (device → host)", "#d1495b"),
-    "UPDATE": ("optimizer update", "#8e5bb5"),
-    "STORE": ("store (host → disk)", "#8c6239"),
-    "MIRROR": ("mirror (memory → disk)", "#5c4a2f"),
-    "SWAP_OUT": ("activations out", "#e8d33f"),
-    "SWAP_IN": ("activations in", "#f39ac0"),
-    "SWAP_OUT state": ("state out", "#b8a400"),
-    "SWAP_IN state": ("state in", "#c2618f"),
-    "REDUCE": ("reduce", "#35b5b0"),
-    "COMMIT": ("commit", "#222222"),
-}
-_DARK = {"B", "GRAD", "UPDATE", "STORE", "MIRROR", "FETCH", "COMMIT", "SWAP_IN state"}
-_LANES = {
-    Lane.COMPUTE: "compute",
-    Lane.H2D: "host → device",
-    Lane.D2H: "device → host",
-    Lane.CPU: "CPU updates",
-    Lane.DISK_READ: "disk read",
-    Lane.DISK_WRITE: "disk write",
-    Lane.NET: "network",
-}
-_TRACKS = 6  # rows of one lane; more of its ops at the same time share the last one, without labels
 _TRACK_HEIGHT, _LANE_HEIGHT = 0.34, 0.9  # of one of several tracks, of a lane with one; inches at most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One op inside the window.
-
-    Attributes:
-        kind: A key of the legend.
-        label: What may stand on it: the block's number.
-        start_s: Seconds since the step began.
-        end_s: The same.
-        track: Its row within its lane.
-    """
-
-    kind: str
-    label: str
-    start_s: float
-    end_s: float
-    track: int
-
-
-def window(simulation: Simulation) -> tuple[float, float]:
-    """Begin and end of the last step, on the trace's clock.
-
-    Prediction and memory are of this step.
-    """
-    return simulation.begin_s, simulation.begin_s + simulation.iterations_s[-1]
-
-
-def spans(simulation: Simulation) -> list[Span]:
-    """The trace's spans, and spans of ops that run beyond the end of the simulation.
-
-    In steady state the last step leaves to the next what the one before has left to it, so their
-    ends are known; of a cycle of several steps nearly so.
-    """
-    found = list(simulation.trace.spans)
-    begin_s, end_s = window(simulation)
-    last = len(simulation.iterations_s) - 1
-    if simulation.steady:
-        shift_s = end_s - begin_s
-        left = (s for s in found if s.step == last - 1 and s.end_s > begin_s)
-        found += [replace(s, step=last, start_s=s.start_s + shift_s, end_s=s.end_s + shift_s) for s in left]
-    return found
-
-
-def bars(found: Iterable[Span], begin_s: float, end_s: float) -> dict[Lane, list[Bar]]:
-    """The bars between two moments, by lane; overlapping ops of a lane get tracks of their own."""
-    lanes: dict[Lane, list[Bar]] = {}
-    free: dict[Lane, list[float]] = {}
-    for span in sorted(found, key=lambda s: s.start_s):
-        start, end = max(span.start_s, begin_s), min(span.end_s, end_s)
-        words = span.name.split(" ")
-        kind = next((key for key in (" ".join(words[:2]), words[0]) if key in _KINDS), "")
-        if end <= start or not kind:  # RELEASE is a moment
-            continue
-        lane = Lane(span.lane)
-        tracks = free.setdefault(lane, [])
-        track = next((i for i, free_s in enumerate(tracks) if free_s <= start + 1e-12), len(tracks))
-        alone = track < _TRACKS
-        if track == len(tracks) and alone:
-            tracks.append(end)
-        track = min(track, len(tracks) - 1)
-        tracks[track] = max(tracks[track], end)
-        numbers = re.findall(r"\d+", span.name)
-        label = numbers[-1] if numbers and alone and kind != "wait" else ""
-        lanes.setdefault(lane, []).append(Bar(kind=kind, label=label, start_s=start - begin_s, end_s=end - begin_s, track=track))
-    return lanes
 
 
 def draw(path: Path, simulation: Simulation, plan: Plan, model_name: str, hardware: HardwareProfile) -> None:
@@ -173,7 +74,7 @@ def _draw_lanes(
         _draw_lane(axes, shown[lane], top + 0.05 * _LANE_HEIGHT, height - 0.1 * _LANE_HEIGHT, scale, width)
         middles.append(top + height / 2)
         top += height
-    names = [f"{_LANES[lane]}\n{percent(simulation.busy.get(lane.value, 0.0))} busy" for lane in heights]
+    names = [f"{LANES[lane]}\n{percent(simulation.busy.get(lane.value, 0.0))} busy" for lane in heights]
     axes.set_yticks(middles, names)
     axes.set_ylim(top + 0.05, -0.4)
     axes.tick_params(axis="y", length=0)
@@ -189,7 +90,7 @@ def _draw_lanes(
 def _draw_lane(axes: Axes, found: Sequence[Bar], top: float, height: float, scale: float, width: float) -> None:
     track_height = height / (1 + max(bar.track for bar in found))
     narrow = 0.002 * width  # a white edge would hide such a bar; an edge of its own colour keeps it visible
-    for kind, (_, colour) in _KINDS.items():
+    for kind, (_, colour) in KINDS.items():
         for track, thin in sorted({(bar.track, (bar.end_s - bar.start_s) * scale < narrow) for bar in found if bar.kind == kind}):
             pieces = [
                 (bar.start_s * scale, (bar.end_s - bar.start_s) * scale)
@@ -203,7 +104,7 @@ def _draw_lane(axes: Axes, found: Sequence[Bar], top: float, height: float, scal
     for bar in found:
         if bar.label and (bar.end_s - bar.start_s) * scale > (0.0045 * len(bar.label) + 0.003) * width:
             place = (bar.start_s + bar.end_s) / 2 * scale, top + (bar.track + 0.5) * track_height
-            colour = "white" if bar.kind in _DARK else "#222222"
+            colour = "white" if bar.kind in DARK else "#222222"
             axes.text(*place, bar.label, ha="center", va="center", fontsize=7, color=colour, clip_on=True)
 
 
@@ -239,7 +140,7 @@ def _legend(figure: Any, kinds: set[str]) -> None:
             hatch="////" if kind == "wait" else None,
             label=name,
         )
-        for kind, (name, colour) in _KINDS.items()
+        for kind, (name, colour) in KINDS.items()
         if kind in kinds
     ]
     figure.legend(

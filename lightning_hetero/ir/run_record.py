@@ -20,7 +20,7 @@ TRACE, PLAN, MODEL, HARDWARE = "trace.json", "plan.json", "model.json", "hardwar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class RecordedStep:
     """One optimizer step.
 
     Attributes:
@@ -43,7 +43,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRecord:
+class RecordedTensor:
     """One parameter.
 
     Attributes:
@@ -79,8 +79,8 @@ class RunRecord:
     """
 
     model: str
-    steps: tuple[StepRecord, ...]
-    tensors: tuple[TensorRecord, ...]
+    steps: tuple[RecordedStep, ...]
+    tensors: tuple[RecordedTensor, ...]
     tokens: int = 0
     drive: str = ""
     rated_bytes: float = 0.0
@@ -104,8 +104,8 @@ class RunRecord:
         numbers, texts = ("tokens", "rated_bytes", "worn_bytes"), ("drive", "rated_by")
         check_keys(data, required=("model", "steps", "tensors"), optional=(*numbers, *texts), where=where)
         try:
-            steps = tuple(StepRecord(**row) for row in data["steps"])
-            tensors = tuple(TensorRecord(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"])
+            steps = tuple(RecordedStep(**row) for row in data["steps"])
+            tensors = tuple(RecordedTensor(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"])
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{where}: a row of its steps or tensors has other keys ({error}). Record the run anew.") from None
         given = [key for key in numbers if key in data]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_hetero.callbacks import num_tokens
 from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir import run_record
-from lightning_hetero.ir.run_record import RunRecord, StepRecord, TensorRecord
+from lightning_hetero.ir.run_record import RecordedStep, RecordedTensor, RunRecord
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.monitors.meter import Meter, Reading, meter_of, run_of
 from lightning_hetero.profiling.wear import drives_under, together
@@ -157,7 +157,7 @@ def _record(run: OffloadRun, readings: list[Reading], tokens: int) -> RunRecord:
     return RunRecord(
         model=type(run.module).__name__,
         steps=tuple(
-            StepRecord(
+            RecordedStep(
                 step=one.step,
                 seconds=one.step_s or 0.0,
                 host_bytes=one.host_bytes,
@@ -169,7 +169,7 @@ def _record(run: OffloadRun, readings: list[Reading], tokens: int) -> RunRecord:
             for one in readings
         ),
         tensors=tuple(
-            TensorRecord(
+            RecordedTensor(
                 name=name,
                 block=block.name,
                 shape=tuple(param.shape),

@@ -57,10 +57,11 @@ class Device:
         return self.memory_bytes_per_s.times(0.8 / 28, "28 bytes a parameter at 0.8 (assumed)")
 
 
-# Bytes per second in one direction, 16 lanes, page-locked memory.
+# Bytes per second in one direction, 16 lanes unless it says so, page-locked memory.
 LINKS: dict[str, Figure] = {
     "pcie3": Figure(12e9, "Deep Optimizer States, section 5.4: 3e9 fp32/s on a V100; 15.75 GB/s nominal"),
     "pcie4": Figure(25e9, "Deep Optimizer States, section 4.1: achievable on PCIe 4; 31.5 GB/s nominal"),
+    "pcie4x8": Figure(12.5e9, "half of pcie4's, for 8 lanes"),
     "pcie5": Figure(55e9, "Deep Optimizer States, section 5.1: measured on an H100; 63 GB/s nominal"),
     "nvlink-c2c": Figure(360e9, "0.8 (assumed, as PCIe 4 reaches) of 450 GB/s a direction: NVIDIA GH200 datasheet"),
     "lpddr5x-gb10": Figure(109e9, "0.8 (assumed) of 273 GB/s, half of it to read and half to write: NVIDIA DGX Spark datasheet"),
@@ -88,10 +89,12 @@ _INFINITY = Figure(448e9, "7 Infinity Fabric links of 64 GB/s a direction, AMD I
 _SPARK = "NVIDIA DGX Spark datasheet: 128 GB of LPDDR5X; an eighth (assumed) of 1 PFLOP/s in sparse FP4"
 _IN_HOST_MEMORY = {"gb10"}
 _ADA, _DDR4, _DDR5 = "NVIDIA Ada GPU architecture whitepaper", "server-ddr4", "server-ddr5"
+_LAPTOP = "NVIDIA GeForce RTX 4060 Laptop GPU: 3072 cores, 128-bit GDDR6; 1.9 GHz assumed, the middle of its boost clocks"
 
 # Name; GiB; peak TFLOP/s; the share reached; memory GB/s; to peers; link; host; datasheet.
 _ROWS: tuple[tuple[str, float, float, Figure, float, Figure, str, str, str], ...] = (
     ("rtx3090", 24, 71, _CARD, 936, _HOST_ONLY, "pcie4", _DDR4, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    ("rtx4060-laptop", 8, 23.3, _CARD, 256, _HOST_ONLY, "pcie4x8", "desktop-ddr5", _LAPTOP),
     ("rtx4080", 16, 97.5, _CARD, 716.8, _HOST_ONLY, "pcie4", _DDR4, _ADA),
     ("rtx4090", 24, 165.2, _RTX4090, 1008, _HOST_ONLY, "pcie4", _DDR4, _ADA),
     ("rtx5090", 32, 209.5, _CARD, 1792, _HOST_ONLY, "pcie5", _DDR5, "NVIDIA RTX Blackwell GPU architecture whitepaper"),

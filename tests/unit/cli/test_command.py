@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cli import MACHINE, PRESET, invoke, parsed
+from support.cli import MACHINE, MODEL, PRESET, invoke, parsed
 from typer.main import get_command
 
 from lightning_hetero import __version__
@@ -20,6 +20,7 @@ from lightning_hetero.cli.app import app
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.planners import PLANNERS
 
 # ---- starting ------------------------------------------------------------------------------------
 
@@ -124,6 +125,60 @@ def test_a_fault_of_ours_exits_1_with_its_place(monkeypatch: pytest.MonkeyPatch,
     result = invoke("plan", *profiles, "--planner", "broken", "--json", code=1)
     assert json.loads(result.stdout) == {"error": "KeyError: 'layer 7'"}
     assert "in broken" in result.stderr
+
+
+# ---- words and columns ---------------------------------------------------------------------------
+
+
+def words_of(command: str) -> str:
+    return " ".join(invoke(command, "--help").stdout.split())
+
+
+def heads(shown: str) -> set[str]:
+    """The heads of tables, and the names of the rows in tables of names and values."""
+    lines = shown.splitlines()
+    above = [lines[i - 1] for i, line in enumerate(lines) if line.strip() and set(line.strip()) == {"─"}]
+    named = [line for line in lines if re.match(r" [a-z][\w' ]*?  +\S", line)]
+    found = {word for line in above for word in re.split(r"  +", line.strip()) if word}
+    return found | {re.split(r"  +", line.strip())[0] for line in named}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan"], ["plan", "--planner", "all"], ["explain"], ["simulate"]],
+    ids=["plan", "plan all", "explain", "simulate"],
+)
+def test_help_explains_the_words_of_the_tables(arguments: list[str], plan_file: Path, profiles: list[str]) -> None:
+    command, *more = arguments
+    given = [*more, *profiles] if command == "plan" else [str(plan_file)]
+    explained = words_of(command)
+    shown = heads(invoke(command, *given).stdout)
+    assert len(shown) > 5
+    rows = {"blocks", "count", "parameters", "planner", "plan", "time", "state", "what", "block", "throughput", "against this plan"}
+    rows |= {"of the step", "block", "step", "lane", "peak of a step", "capacity", "device", "host", "disk", "recomputed", "tier"}
+    for word in shown - rows - {block.name for block in MODEL.blocks} - set(PLANNERS):
+        assert re.search(rf"\b{re.escape(word.removesuffix(' bytes'))}", explained), word
+
+
+@pytest.mark.parametrize("command", [*get_command(app).commands])  # type: ignore[attr-defined]
+def test_help_fits_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert [line for line in invoke(command, "--help").stdout.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("command", ["plan", "plan all", "explain", "simulate", "plan-cluster"])
+def test_tables_fit_80_columns_without_cut_words(
+    command: str, plan_file: Path, profiles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts go on in the next line; what a wide terminal shows is all there."""
+    cluster = ["plan-cluster", "2xa100-80", *PRESET, "--micro-batches", "4"]
+    calls = {"plan": ["plan", *profiles], "plan all": ["plan", *profiles, "--planner", "all"], "plan-cluster": cluster}
+    arguments = calls.get(command, [command, str(plan_file)])
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = invoke(*arguments).stdout
+    assert [line for line in narrow.splitlines() if len(line.rstrip()) > 80] == []
+    assert "…" not in narrow.replace(" … ", "")
 
 
 # ---- the page ------------------------------------------------------------------------------------

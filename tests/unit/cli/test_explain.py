@@ -16,6 +16,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.planners import PLANNERS
+from lightning_hetero.report.groups import groups
 from lightning_hetero.units import GIB, MIB
 
 
@@ -134,14 +135,14 @@ def test_groups_have_blocks_of_equal_placement() -> None:
     names = ["embed", *(f"layers.{i}" for i in range(6))]
     other = BlockPlan(name="layers.3", state=Tier.DISK)
     plan = Plan(name="mine", blocks=(other, BlockPlan(name="*"))).resolve(names)
-    common, single = reasons.groups(plan)
+    common, single = groups(plan)
     assert common.names(plan) == "embed … layers.2, layers.4 … layers.5"
     assert single.names(plan) == "layers.3"
     alternating = Plan(
         name="mine",
         blocks=tuple(BlockPlan(name=f"b{i}", update=UpdateLane.DEVICE if i % 2 else UpdateLane.CPU) for i in range(10)),
     )
-    assert [g.names(alternating) for g in reasons.groups(alternating)] == ["b0 … b8, with gaps", "b1 … b9, with gaps"]
+    assert [g.names(alternating) for g in groups(alternating)] == ["b0 … b8, with gaps", "b1 … b9, with gaps"]
 
 
 def test_one_more_drive_is_one_of_the_same_kind() -> None:

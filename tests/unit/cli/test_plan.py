@@ -148,6 +148,28 @@ def test_the_notation_that_a_refusal_recommends_is_accepted(profiles: list[str])
     invoke("plan", *profiles, "--option", f"micro_batches={recommended}", "--option", "evaluations=5")
 
 
+def test_a_refusal_has_remedies_that_a_person_would_try(tmp_path: Path) -> None:
+    """Each one works: a smaller batch, a shorter sequence, adapters or quantized weights."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    card = ["--device", "rtx3090", "--host-memory", "4GiB", "--planner", "resident"]
+    model = ["--model", tmp_path, "--sequence", "1024"]
+    refused = invoke("plan", *model, "--batch", "64", *card, "--lora", "r=8,targets=q,v", code=2).stderr
+    (batch,) = re.findall(r"A smaller batch: --batch (\d+) fits", refused)
+    invoke("plan", *model, "--batch", batch, *card, "--lora", "r=8,targets=q,v")
+    invoke("plan", *model, "--batch", int(batch) + 1, *card, "--lora", "r=8,targets=q,v", code=2)
+    (sequence,) = re.findall(r"A shorter sequence: --sequence (\d+) fits", refused)
+    invoke("plan", *model[:2], "--sequence", sequence, "--batch", "64", *card, "--lora", "r=8,targets=q,v")
+    wide = [*model, "--batch", "1", "--precision", "32", *card]
+    refused = invoke("plan", *wide, "--device", "rtx4060-laptop", code=2).stderr
+    (text,) = re.findall(r"(?:Adapters|Quantized frozen weights): (.*?) fits\.", refused)
+    invoke("plan", *wide, "--device", "rtx4060-laptop", *text.split())
+
+
 def test_auto_is_named_as_the_planner_that_it_is(profiles: list[str]) -> None:
     refused = invoke("plan", *profiles, "--planner", "auto", code=2).stderr
     assert "is 'holistic'" in refused
