@@ -204,6 +204,7 @@ ATTRIBUTES = (
     Borrowed("metric:_defaults", "The states of a metric, which a repeated batch sets back."),
     Borrowed("transformers.PreTrainedModel._init_weights", "How a model's modules are initialized."),
     Borrowed("transformers.PreTrainedModel._no_split_modules", "The classes of its blocks."),
+    Borrowed("peft layer:_caches", "Norms that unmerging DoRA needs, which no state has."),
     Borrowed("random._inst", "Whether a generator is Python's global one."),
     Borrowed("numpy.random.mtrand._rand", "Whether it is NumPy's."),
 )

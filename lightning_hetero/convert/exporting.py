@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
-from lightning_hetero.convert.merging import Adapter, merged, merged_layers, of_folder, of_model, of_store, wrapped_models
+from lightning_hetero.convert import merges
+from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store, wrapped_models
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST
-from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_weights
+from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_merges, stored_weights
 from lightning_hetero.units import parse_bytes
 
 CHECKPOINT = ".ckpt"
@@ -74,11 +75,11 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     path = Place.of(destination)
-    adapter = None if merge is False else _adapter(source, module, merge)
+    adapter, done = (None, {}) if merge is False else (_adapter(source, module, merge), _done(source, module))
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
-            tensors = merged(tensors, adapter, ties_known=_says_ties(source))
+            tensors = merged(tensors, adapter, done, ties_known=_says_ties(source))
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
@@ -144,13 +145,6 @@ def _says_ties(source: nn.Module | str | os.PathLike[str]) -> bool:
 
 
 def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str | os.PathLike[str] | bool) -> Adapter:
-    models = wrapped_models(source, module).values() if isinstance(source, nn.Module) else ()
-    done = {name for model in models for name in merged_layers(model)}
-    if done and not isinstance(merge, bool):
-        raise UnsupportedError(
-            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged. Call its unmerge_adapter() "
-            f"first, or pass merge=True."
-        )
     if not isinstance(merge, bool):
         where = merge
     elif isinstance(source, nn.Module):
@@ -166,6 +160,21 @@ def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str
         f"merge=True is for a model in memory or a store; {os.fspath(where)!r} does not say how its adapters were configured. Give "
         f"the folder that PEFT's save_pretrained() has written; its configuration is enough if the source has the adapter."
     )
+
+
+def _done(source: nn.Module | str | os.PathLike[str], module: str) -> dict[str, bool]:
+    """The adapters that layers of a source have merged, each with whether all layers have it."""
+    if isinstance(source, nn.Module):
+        models = wrapped_models(source, module).values()
+        return merges.whole(row for model in models for row in merges.merges_of(merges.layers_of(model)).values())
+    if (store := _store_at(source)) is not None:
+        with ExitStack() as opened:
+            found = stored_merges(last_kept(opened.enter_context(StoreFiles(store)), opened))
+    else:
+        path = Place.of(source)
+        found = {} if path.is_dir() or path.suffix == ".safetensors" else load_checkpoint(path).get(merges.KEY, {})
+    below = f"{module}." if module else ""
+    return merges.whole(row for name, row in merges.read(found).items() if name.startswith(below))
 
 
 def _store_at(path: str | os.PathLike[str]) -> Path | None:

@@ -50,14 +50,12 @@ class Adapter:
         name: Its name in the model; empty if a folder has it.
         tensors: Those of a folder, by their names in the model that was wrapped.
         where: Its folder, or the name, for messages.
-        in_layers: Whether ``merge_adapter()`` has merged it into the layers of the model.
     """
 
     config: _Config
     name: str
     tensors: Mapping[str, TensorToWrite]
     where: str
-    in_layers: bool = False
 
 
 def of_folder(folder: str | os.PathLike[str]) -> Adapter:
@@ -131,13 +129,7 @@ def of_model(root: nn.Module, name: str = "") -> Adapter:
         raise UnsupportedError(
             f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
         )
-    chosen, done = wanted[0], merged_layers(model)
-    if done and done != {chosen: True}:
-        raise UnsupportedError(
-            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
-            f"exactly {chosen!r}. Call unmerge_adapter() first."
-        )
-    return Adapter(_checked(configs[chosen], chosen), chosen, {}, repr(chosen), in_layers=bool(done))
+    return Adapter(_checked(configs[wanted[0]], wanted[0]), wanted[0], {}, repr(wanted[0]))
 
 
 def wrapped_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
@@ -154,27 +146,30 @@ def _within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def merged_layers(root: nn.Module) -> dict[str, bool]:
-    """The adapters that ``merge_adapter()`` has merged, each with whether all layers have it."""
-    layers = (module for module in root.modules() if "base_layer" in module._modules)
-    found: list[list[str]] = [getattr(layer, "merged_adapters", []) for layer in layers]
-    return {name: all(name in layer for layer in found) for layer in found for name in layer}
-
-
-def merged(tensors: Sequence[TensorToWrite], adapter: Adapter, *, ties_known: bool = True) -> list[TensorToWrite]:
+def merged(
+    tensors: Sequence[TensorToWrite], adapter: Adapter, done: Mapping[str, bool], *, ties_known: bool = True
+) -> list[TensorToWrite]:
     """The weights of a model with an adapter merged into them; names are those without PEFT.
 
     Args:
         tensors: Those of the model, wrapped by PEFT or not.
         adapter: The adapter.
+        done: The adapters that layers have merged already, each with whether all layers have it.
         ties_known: Whether the tensors say which weights are tied to others.
 
     Raises:
         ConfigError: An adapter has no tensors, or its layers are not in the model.
-        UnsupportedError: A layer is of a kind that cannot be merged here.
+        UnsupportedError: A layer is of a kind that cannot be merged here, or has another adapter
+            merged.
     """
     source = _Source(tensors, ties_known=ties_known)
-    source.apply(adapter, _chosen(source, adapter))
+    name, chosen = _chosen(source, adapter)
+    if done and done != {name: True}:
+        raise UnsupportedError(
+            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
+            f"exactly {name!r}. Call unmerge_adapter() before they are saved or exported."
+        )
+    source.apply(adapter, chosen, in_layers=bool(done))
     return source.base()
 
 
@@ -201,8 +196,8 @@ class _Source:
         """The weights as they are now."""
         return list(self._base.values())
 
-    def apply(self, adapter: Adapter, tensors: Mapping[str, TensorToWrite]) -> None:
-        """Merges one adapter."""
+    def apply(self, adapter: Adapter, tensors: Mapping[str, TensorToWrite], *, in_layers: bool) -> None:
+        """Merges one adapter; ``in_layers``: layers have it already, but not what it replaces."""
         rows = [(*_cut(name), name, tensor) for name, tensor in tensors.items()]
         for _, kind, _, name, tensor in rows:
             if not kind:
@@ -210,7 +205,7 @@ class _Source:
         weights = [known.removesuffix(".weight") for known in self._base if known.endswith(".weight")]
         layers: dict[str, dict[str, TensorToWrite]] = {}
         for layer, kind, rest, _, tensor in rows:
-            if kind and not adapter.in_layers:
+            if kind and not in_layers:
                 if kind == "lora_magnitude_vector":
                     rest = ".weight"  # which PEFT leaves out in files
                 layers.setdefault(self._named(layer, weights), {})[f"{kind}{rest}"] = tensor
@@ -422,11 +417,11 @@ def _with(adapter: str, key: str) -> str:
     return f"{kind}.{adapter}{dot}{rest}"
 
 
-def _chosen(source: _Source, adapter: Adapter) -> Mapping[str, TensorToWrite]:
-    """The tensors of an adapter: those in the model count before those in its folder."""
+def _chosen(source: _Source, adapter: Adapter) -> tuple[str, Mapping[str, TensorToWrite]]:
+    """An adapter's name and tensors: those in the model count before those in its folder."""
     known = source.adapters
     if adapter.name:
-        return known.get(adapter.name, {})
+        return adapter.name, known.get(adapter.name, {})
     if not known:
         if not adapter.tensors:
             raise ConfigError(
@@ -439,21 +434,21 @@ def _chosen(source: _Source, adapter: Adapter) -> Mapping[str, TensorToWrite]:
                 f"have them as they were before. Give a store or a checkpoint of the run, or convert the adapter: PEFT's "
                 f"save_pretrained(..., path_initial_model_for_weight_conversion=...)."
             )
-        return adapter.tensors
+        return "", adapter.tensors
     folder = os.path.basename(os.path.normpath(adapter.where.strip("'")))
     if len(known) > 1 and folder not in known:
         raise ConfigError(
             f"the weights have the adapters {', '.join(map(repr, sorted(known)))}, and none has the name of the folder "
             f"{adapter.where}. Give the folder of one of them, as PEFT names it."
         )
-    found = known[folder] if folder in known else next(iter(known.values()))
-    if (other := _other(found, adapter)) is not None:
+    name = folder if folder in known else next(iter(known))
+    if (other := _other(known[name], adapter)) is not None:
         raise ConfigError(
             f"the weights have an adapter of their own, and {adapter.where} has other values, such as of {other!r}. To merge those "
             f"of the folder, give the base weights, such as those that weights= named. To merge those of the source, save its "
             f"adapter, or give a folder with the {_CONFIG} alone."
         )
-    return found
+    return name, known[name]
 
 
 def _other(found: Mapping[str, TensorToWrite], adapter: Adapter) -> str | None:

@@ -14,6 +14,7 @@ import torch
 
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.checkpoint.landing import Landing
+from lightning_hetero.convert import merges
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.construction import Construction
@@ -135,8 +136,14 @@ class Checkpoints:
         return frozen_base.without(state, self._excluded)
 
     def labelled(self, checkpoint: State) -> State:
-        """A checkpoint that says what :meth:`of_model` has left out."""
-        return {**checkpoint, frozen_base.KEY: self._excluded} if self._run.choices.exclude_frozen else checkpoint
+        """A checkpoint that also says what its weights do not: which adapters are merged into them.
+
+        And what :meth:`of_model` has left out.
+        """
+        said: State = {frozen_base.KEY: self._excluded} if self._run.choices.exclude_frozen else {}
+        if layers := merges.layers_of(self._run.module):
+            said[merges.KEY] = merges.merges_of(layers)
+        return {**checkpoint, **said}
 
     def save(self, plain: Callable[[], None], path: PathLike) -> None:
         """Writes a checkpoint file, or with ``link_checkpoints`` links to the store's last step.
@@ -265,6 +272,8 @@ class Checkpoints:
             keys = load(strict and not excluded)
         if strict and excluded and keys is not None:
             frozen_base.check_keys(*keys, excluded)
+        if merges.KEY in checkpoint:
+            merges.tell(self._run.module, checkpoint[merges.KEY], self._run.strategy.root_device)
         if session is not None:
             session.commit()
         for value in checkpoint["state_dict"].values():

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_hetero import callbacks
 from lightning_hetero.clock import now_s
+from lightning_hetero.convert import merges
 from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
@@ -243,6 +244,7 @@ class OffloadRun:
         state = TrainingState(trainer, changes) if session.keeps_steps else None
         if resumed is not None:
             load_buffers(module, resumed["buffers"])
+            merges.tell(module, resumed.get(merges.KEY, {}), strategy.root_device)
         self._placed(session)
         self.training = Training(
             session=session,

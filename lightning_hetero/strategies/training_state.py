@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lightning_hetero.convert import merges
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.adapters import configurations
 from lightning_hetero.runtime.method_patches import Patches
@@ -39,6 +40,7 @@ class TrainingState:
         self._warned: set[str] = set()
         self.data = TrainingData(trainer, self._warn)
         self._adapters = configurations(trainer.lightning_module)
+        self._adapted = merges.layers_of(trainer.lightning_module)
 
     def attach(self, after_batch: Callable[[], None]) -> None:
         """Calls ``after_batch`` after each training batch's last hook, until :meth:`detach`."""
@@ -111,6 +113,8 @@ class TrainingState:
                 "data": files.put(self.data.state(), "data"),
                 "validation": files.put(validation_state(trainer), "validation"),
             }
+            if merged := merges.merges_of(self._adapted):
+                fields[merges.KEY] = files.put(merged, "merged adapters")
         except ConfigError as error:
             self._warn(f"{error} Steps of this run cannot be resumed from")
             return ""

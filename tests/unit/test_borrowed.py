@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, StepLR
@@ -46,6 +47,10 @@ def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
 
 
+def adapted(model: torch.nn.Module) -> Any:
+    return peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["0"]), model)
+
+
 MADE: dict[str, Callable[[], Any]] = {
     "storage": lambda: torch.TypedStorage(0, dtype=torch.float32, _internal=True),  # type: ignore[no-untyped-call]
     "module": torch.nn.Module,
@@ -54,6 +59,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "iterator": lambda: iter(DataLoader([0])),
     "metric": SumMetric,
     "scaler": lambda: torch.amp.GradScaler("cpu"),
+    "peft layer": lambda: adapted(torch.nn.Sequential(torch.nn.Linear(1, 1)))[0],
 }
 
 

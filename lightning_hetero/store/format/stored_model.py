@@ -199,6 +199,16 @@ def stored_adapters(store: StoreFiles) -> dict[str, dict[str, Any]]:
     return found if whole else {}
 
 
+def stored_merges(store: StoreFiles) -> object:
+    """What ``convert.merges`` has written of the last step; an empty dictionary if it has nothing.
+
+    Raises:
+        ConfigError: The last record stands for no step.
+        StoreCorruptError: It is in a file that is not what the record names.
+    """
+    return _state(store, "merged_adapters").get("merged_adapters", {})
+
+
 def _parts(store: StoreFiles) -> list[tuple[list[str], PartEntry]]:
     if store.record is None:
         raise _no_record(store)
