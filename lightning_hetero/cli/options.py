@@ -186,6 +186,11 @@ class Request:
                 f"{hardware.name}. For times of that device, use a --preset-model.",
                 err=True,
             )
+        if self.model_config is not None:
+            from lightning_hetero.profiling import presets
+
+            if note := presets.unreadable(self.model_config):
+                typer.echo(f"note: {note}", err=True)
         return self.model(hardware), hardware
 
     def _check(self) -> None:

@@ -5,7 +5,7 @@ names.
 """
 
 from lightning_hetero.profiling.presets.adapters import Lora
-from lightning_hetero.profiling.presets.configs import from_config
+from lightning_hetero.profiling.presets.configs import from_config, unreadable
 from lightning_hetero.profiling.presets.devices import DEVICES, LINKS, Device, device
 from lightning_hetero.profiling.presets.disks import DISKS, Disk, disk
 from lightning_hetero.profiling.presets.hosts import HOSTS, Host, host
@@ -42,4 +42,5 @@ __all__ = [
     "machine",
     "model",
     "paper_machine",
+    "unreadable",
 ]

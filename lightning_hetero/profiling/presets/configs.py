@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError
@@ -15,6 +17,7 @@ from lightning_hetero.profiling.presets.tuning import TunedModel, Tuning
 
 _FILE = "config.json"
 _ITEMSIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # of floating point dtypes in safetensors files
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor of one expert
 _HEADER_BYTES_MAX = 100_000_000  # the safetensors package's limit
 
 
@@ -40,8 +43,7 @@ def from_config(
             module, or transformers does not know the architecture.
         UnsupportedError: The architecture is unknown and transformers is not installed.
     """
-    file = path / _FILE if path.is_dir() else path
-    config = families.Config(parse_object(read_text(file, what="model config"), what="model config", source=str(file)), str(file))
+    file, config = _read(path)
     layout = families.layout(config)
     if layout is None:
         from lightning_hetero.profiling.presets import meta_models
@@ -52,18 +54,53 @@ def from_config(
     return profile(name or file.stem, model, batch=batch, sequence=sequence, hardware=hardware, itemsize=itemsize)
 
 
+def unreadable(path: Path) -> str:
+    """Why a run cannot read a folder's weights as they are, and what to do; empty if it can.
+
+    Args:
+        path: A ``config.json``, or a folder that has one.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    file, config = _read(path)
+    folder = file.absolute().parent
+    if not any(_EXPERT.search(name) for header in _headers(folder) for name in header):
+        return ""
+    if config.values.get("model_type") not in families.KNOWN:
+        from lightning_hetero.profiling.presets import meta_models
+
+        if not meta_models.experts_of(str(config.values.get("model_type"))):
+            return ""
+    return (
+        f"{folder} has each expert by itself, and the model has the experts of a layer in one tensor. For a run, load the model "
+        f"once with from_pretrained, save it with save_pretrained(folder, save_original_format=False), and give that folder. The "
+        f"figures are those of that folder."
+    )
+
+
+def _read(path: Path) -> tuple[Path, families.Config]:
+    file = path / _FILE if path.is_dir() else path
+    values = parse_object(read_text(file, what="model config"), what="model config", source=str(file))
+    return file, families.Config(values, str(file))
+
+
 def _difference(folder: Path, itemsize: int) -> str:
     """Why a model of this width does not have its weights as the folder's files do, or ``""``."""
-    dtypes: set[str] = set()
+    dtypes = {dtype for header in _headers(folder) for dtype in header.values()}
+    others = sorted(dtype for dtype in dtypes if _ITEMSIZES.get(dtype, itemsize) != itemsize)
+    if others:
+        return f"they have {8 * itemsize} bits, in the files they are {', '.join(others)}"
+    return "" if dtypes else "no safetensors files are beside config.json"
+
+
+def _headers(folder: Path) -> Iterator[dict[str, str]]:
+    """The dtypes of a folder's tensors by name, file by file."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 header: dict[str, dict[str, str]] = json.loads(opened.read(size if size <= _HEADER_BYTES_MAX else 0))
-            dtypes |= {row["dtype"] for name, row in header.items() if name != "__metadata__"}
+            yield {name: row["dtype"] for name, row in header.items() if name != "__metadata__"}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{str(file)!r} is not a safetensors file: its header cannot be read. Get the file again.") from error
-    others = sorted(dtype for dtype in dtypes if _ITEMSIZES.get(dtype, itemsize) != itemsize)
-    if others:
-        return f"they have {8 * itemsize} bits, in the files they are {', '.join(others)}"
-    return "" if dtypes else "no safetensors files are beside config.json"

@@ -82,11 +82,11 @@ def _built(config: Config) -> _Built:
         head=model.get_output_embeddings(),
         width=text.hidden_size,
         used=getattr(text, "num_experts_per_tok", None) or 0,
-        experts=_experts_of(kind),
+        experts=experts_of(kind),
     )
 
 
-def _experts_of(kind: str) -> str:
+def experts_of(kind: str) -> str:
     """The family after which PEFT names a model's experts; transformers 4 has none."""
     where = "transformers.conversion_mapping"
     if importlib.util.find_spec(where) is None:

@@ -108,10 +108,8 @@ def test_a_plan_remembers_its_model_and_adapters(model: list[str], machine: list
     assert parsed("simulate", path)["predicted"]["iteration_s"] == Plan.load(path).require_predicted().iteration_s
 
 
-def _with_weights(folder: Path, dtype: str) -> None:
-    header = json.dumps(
-        {"__metadata__": {"format": "pt"}, "model.norm.weight": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}}
-    )
+def _with_weights(folder: Path, dtype: str, name: str = "model.norm.weight") -> None:
+    header = json.dumps({"__metadata__": {"format": "pt"}, name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}})
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
 
 
@@ -154,6 +152,24 @@ def test_a_file_that_is_no_safetensors_file_is_refused(model: list[str], machine
     (tmp_path / "tiny" / "model.safetensors").write_bytes(b"nothing like that")
     result = invoke("plan", *model, *machine, *LORA, code=2)
     assert "is not a safetensors file" in result.stderr
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])  # read from the config, and by transformers
+def test_a_folder_that_a_run_refuses_is_named_with_the_remedy(family: str, machine: list[str], tmp_path: Path) -> None:
+    """As models with experts are saved: each expert by itself."""
+    folder = _written(tmp_path / family, {**TINY, **EXPERTS, "model_type": family})
+    given = ["plan", "--model", folder, "--batch", "1", "--sequence", "8", *machine, "--planner", "host"]
+    names = ("model.layers.0.block_sparse_moe.experts.0.w1.weight", "model.layers.0.mlp.experts.gate_up_proj")
+    shown = []
+    for name in names:
+        _with_weights(folder, "BF16", name)
+        shown.append(invoke(*given).stderr)
+    assert "has each expert by itself" in shown[0]
+    assert "save_pretrained(folder, save_original_format=False)" in shown[0]
+    assert "expert" not in shown[1]
 
 
 def test_another_model_replaces_the_remembered_one() -> None:
