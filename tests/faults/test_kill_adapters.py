@@ -34,7 +34,7 @@ class Case:
             part of the base has got files with state; ``record``, before the record of its step is
             written.
         resumes: Steps that the resume finds.
-        plan: The plan.
+        plan: The plan; ``device``: on a device of its own, with the frozen weights on disk.
         second: The plan of the resume.
     """
 
@@ -57,6 +57,8 @@ CASES = [
     Case(4, "record", (3,), plan="host", second="host"),
     Case(5, "record", (4,)),
     Case(6, "backward", (5, 6)),
+    Case(3, "record", (2,), plan="device", second="device"),
+    Case(5, "backward", (4, 5), plan="device", second="disk"),
 ]
 
 
@@ -173,9 +175,14 @@ def train_plain(root: Path) -> None:
 
 
 def strategy_of(root: Path, plan: str) -> Any:
+    from lightning_hetero import EmulatedDevice
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(plan, disk_path=root / "store", verify_digests=True, weights={"model": root / "weights"})
+    device = EmulatedDevice(memory="8MiB", seed=3) if plan == "device" else None
+    return HeteroOffloadStrategy(
+        "disk" if device else plan, disk_path=root / "store", verify_digests=True, weights={"model": root / "weights"},
+        device=device,
+    )  # fmt: skip
 
 
 def die_at(root: Path, case: Case) -> None:

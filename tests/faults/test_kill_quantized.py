@@ -31,7 +31,7 @@ class Case:
         point: ``backward``, as a backward ends; ``record``, before the record of a step is written.
             Both of step 3.
         resumes: Steps that the resume finds.
-        plan: The plan.
+        plan: The plan; ``device``: on a device of its own, with the base on disk.
         second: The plan of the resume.
     """
 
@@ -53,6 +53,7 @@ CASES = [
     Case("nf4 late", "record", (2,), second="host"),
     Case("int8", "record", (2,)),
     Case("int8 late", "backward", (1, 2), plan="host"),
+    Case("nf4", "record", (2,), plan="device", second="device"),
 ]
 
 
@@ -105,9 +106,11 @@ def train_plain(root: Path, kind: str) -> None:
 
 
 def strategy_of(root: Path, plan: str) -> Any:
+    from lightning_hetero import EmulatedDevice
     from lightning_hetero.strategies import HeteroOffloadStrategy
 
-    return HeteroOffloadStrategy(plan, disk_path=root / "store", verify_digests=True)
+    device = EmulatedDevice(memory="8MiB", seed=3) if plan == "device" else None
+    return HeteroOffloadStrategy("disk" if device else plan, disk_path=root / "store", verify_digests=True, device=device)
 
 
 def die_at(root: Path, case: Case) -> None:
