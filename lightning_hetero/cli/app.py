@@ -436,3 +436,48 @@ def import_(
     from lightning_hetero.cli import export_import as command
 
     command.import_(source, destination, module=module, ties=tie or [], dtype=dtype, as_json=as_json)
+
+
+AsYaml = Annotated[bool, typer.Option("--yaml", help="Print a configuration of LightningCLI instead of Python.")]
+
+
+@app.command("from-deepspeed")
+def from_deepspeed(
+    source: Annotated[str, typer.Argument(metavar="CONFIG", help="A JSON file, or Lightning's DeepSpeedStrategy as text.")],
+    as_yaml: AsYaml = False,
+    as_json: o.Json = False,
+) -> None:
+    """Prints what settings of DeepSpeed are here.
+
+    The strategy, the Trainer and the optimizer; every key without a counterpart, and why.
+    """
+    from lightning_hetero.cli.porting import show
+    from lightning_hetero.porting import deepspeed
+
+    show(deepspeed.from_deepspeed(source), as_yaml=as_yaml, as_json=as_json)
+
+
+@app.command("from-fsdp")
+def from_fsdp(
+    source: Annotated[str, typer.Argument(metavar="CALL", help="Such as 'FSDPStrategy(cpu_offload=True)'.")],
+    as_yaml: AsYaml = False,
+    as_json: o.Json = False,
+) -> None:
+    """Prints what arguments of FSDP are here: Lightning's, or those of torch."""
+    from lightning_hetero.cli.porting import show
+    from lightning_hetero.porting import fsdp
+
+    show(fsdp.from_fsdp(source), as_yaml=as_yaml, as_json=as_json)
+
+
+@app.command("from-accelerate")
+def from_accelerate(
+    source: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a call of Accelerator as text.")],
+    as_yaml: AsYaml = False,
+    as_json: o.Json = False,
+) -> None:
+    """Prints what a configuration of accelerate is here, with the DeepSpeed or FSDP inside."""
+    from lightning_hetero.cli.porting import show
+    from lightning_hetero.porting import accelerate
+
+    show(accelerate.from_accelerate(source), as_yaml=as_yaml, as_json=as_json)

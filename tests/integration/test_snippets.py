@@ -83,6 +83,28 @@ CONFIG = {
     "num_attention_heads": 2,
 }  # fmt: skip
 
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}},
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/ssd"}, "sub_group_size": 20000000,
+        "offload_param": {"device": "nvme", "nvme_path": "/mnt/ssd"}, "overlap_comm": True,
+    },
+    "aio": {"block_size": 8388608, "queue_depth": 16},
+}  # fmt: skip
+
+ACCELERATE = """
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 4
+deepspeed_config:
+  zero_stage: 2
+  offload_optimizer_device: cpu
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  zero3_init_flag: true
+"""
+
 
 @pytest.fixture
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -96,6 +118,8 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "train.py").write_text(MODEL)
     (folder / "weights").mkdir()
     (folder / "weights" / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
+    (folder / "default_config.yaml").write_text(ACCELERATE)
     assert hardware.measure.__kwdefaults__ is not None
     monkeypatch.setitem(hardware.measure.__kwdefaults__, "seconds", 0.2)
     monkeypatch.setattr(hardware, "_LEAST_BYTES", 4 * MIB)
@@ -114,7 +138,9 @@ def test_shell(page: str, trained: Path) -> None:
                 f"{snippet.name}: {command}: list it in NOT_RUN, with the reason, or teach the test"
             )
             print(f"{snippet.name}\n$ {command}")  # who fails is the last one
-            invoke(*arguments, code=code)
+            printed = invoke(*arguments, code=code).stdout
+            if arguments[0].startswith("from-"):
+                assert f"$ {command}\n{printed}" == snippet.text
 
 
 # ---- the lists -----------------------------------------------------------------------------------
