@@ -160,7 +160,7 @@ def run_one(
     An impossible request is an outcome; any other error is a fault and is raised.
     """
     if name == DEFAULT:
-        from lightning_hetero.planners.holistic.relaxation import load_solver
+        from lightning_hetero.planners.holistic.solvers import load_solver
 
         load_solver()
     start = time.perf_counter()

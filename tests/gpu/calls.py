@@ -166,7 +166,7 @@ def steps(call: Call, *options: object, name: str = "steps") -> bool:
 
 
 def auto(call: Call) -> bool:
-    """The plan of our own planner, which needs cvxpy, then the papers' ablations, which do not."""
+    """The plan of our own planner, which needs a solver, then the papers' ablations."""
     with tempfile.TemporaryDirectory() as site:
         if call.args.wheels is not None:
             wheels = sorted(call.args.wheels.glob("*.whl"))

@@ -31,9 +31,10 @@ from lightning_hetero.planners.evaluation import proved
 from lightning_hetero.planners.holistic.evaluator import Evaluator
 from lightning_hetero.planners.holistic.frontier import NAME, Frontier
 from lightning_hetero.planners.holistic.plan_bounds import PlanBounds
-from lightning_hetero.planners.holistic.relaxation import Relaxation, load_solver
+from lightning_hetero.planners.holistic.relaxation import Relaxation
 from lightning_hetero.planners.holistic.remedies import SearchRequest, check_rates, infeasible
 from lightning_hetero.planners.holistic.search import Search
+from lightning_hetero.planners.holistic.solvers import load_solver
 from lightning_hetero.planners.micro_batches import split
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")

@@ -17,7 +17,6 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -31,6 +30,7 @@ from lightning_hetero.lowering.staging import least_staging, read_ahead
 from lightning_hetero.planners.holistic.block_choices import Choice, Column, columns
 from lightning_hetero.planners.holistic.bounds import LANES, SPARE_FOR, Matrices, Quantity, SpareMemory, Vector, rows
 from lightning_hetero.planners.holistic.segments import arranged, places, segments
+from lightning_hetero.planners.holistic.solvers import Programme, UnsolvedError, minimum
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
 STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")
@@ -74,10 +74,6 @@ class Practice:
     stress: float = 1.0
 
 
-class UnsolvedError(RuntimeError):
-    """No solver could say whether a programme has an optimum."""
-
-
 class _Extra(IntEnum):
     """Variables beside the columns and the rooms."""
 
@@ -90,15 +86,6 @@ class _Extra(IntEnum):
 _SECONDS = np.isin(np.arange(len(Quantity)), (Quantity.COMPUTE_S, Quantity.FORWARD_S))
 _Row = tuple[Vector, float]
 Matrix = Vector  # of two dimensions
-
-
-def load_solver() -> None:
-    """Imports the solver, which takes a second, once: no part of the time that planning takes.
-
-    Raises:
-        ImportError: cvxpy is not installed.
-    """
-    import_module("cvxpy")
 
 
 def _sparse(matrix: Matrix) -> Any:
@@ -338,8 +325,6 @@ class Relaxation:
 
     def _minimum(self, objective: Vector, practice: Practice, *, short: Tier | None = None) -> Vector | None:
         """Values of all variables at the least of an objective."""
-        import cvxpy as cp  # takes a second to import
-
         rows = list(self._least(practice))
         for tier, (row, capacity) in self._memory(practice):
             spare = self._extras_of(_Extra.LACKING) if tier is short else 0.0
@@ -348,27 +333,14 @@ class Relaxation:
             rows.append((self._uses(Quantity.STATE_UP), 0.0))
         if short is None:
             rows.append((self._extras_of(_Extra.LACKING), 0.0))
-        x, (equal, value) = cp.Variable(self._size, nonneg=True), self._equalities
-        seconds, most_s = self._time(practice)
+        (equal, value), (seconds, most_s) = self._equalities, self._time(practice)
         matrix = np.vstack((seconds, *(row for row, _ in rows)))
         most = np.concatenate((most_s, [most for _, most in rows]))
         scale = np.abs(matrix).max(axis=1)
         scale[scale == 0] = 1.0
-        constraints: list[Any] = [
-            _sparse(matrix / scale[:, None]) @ x <= most / scale,
-            equal @ x == value,
-        ]
-        problem = cp.Problem(cp.Minimize(objective @ x), constraints)
-        # Presolving takes longer than it saves. The first solver gives up on a few badly
-        # conditioned programmes.
-        for solver, options in ((cp.HIGHS, {"highs_options": {"presolve": "off"}}), (cp.CLARABEL, {})):
-            try:
-                problem.solve(solver=solver, **options)  # type: ignore[no-untyped-call]
-            except (cp.SolverError, ValueError):
-                continue
-            if problem.status in (cp.OPTIMAL, cp.INFEASIBLE):
-                return None if problem.status == cp.INFEASIBLE or x.value is None else np.asarray(x.value)
-        raise UnsolvedError(f"no solver finds an optimum of the programme for model {self.model.name!r} on {self.hardware.name!r}")
+        return minimum(
+            Programme(cost=objective, below=_sparse(matrix / scale[:, None]), most=most / scale, equal=equal, value=value)
+        )
 
     def prices(self, relaxed: Relaxed) -> Vector:
         """Seconds of work of each column on all resources, weighted by their load."""

@@ -29,9 +29,10 @@ from lightning_hetero.planners import PLANNERS
     ("arguments", "absent"),
     [
         (["--help"], ["torch", "lightning", "cvxpy", "rich", "matplotlib", "numpy", "lightning_hetero.planners"]),
-        (["plan", *PRESET, *MACHINE, "--planner", "zero_offload"], ["torch", "lightning", "matplotlib"]),
+        (["plan", *PRESET, *MACHINE, "--planner", "zero_offload"], ["torch", "lightning", "matplotlib", "highspy", "scipy"]),
+        (["plan", *PRESET, *MACHINE], ["torch", "lightning", "matplotlib", "cvxpy"]),
     ],
-    ids=["help", "plan"],
+    ids=["help", "plan", "search"],
 )
 def test_a_command_imports_no_more_than_it_needs(arguments: list[str], absent: list[str]) -> None:
     code = (
