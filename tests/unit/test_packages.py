@@ -105,3 +105,13 @@ def test_no_two_public_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_few_asserts_say_that_something_exists() -> None:
+    """An object is whole once it is made, so its attributes need no such assert."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assert) and any(isinstance(inner, ast.IsNot) for inner in ast.walk(node.test)):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(found) <= 5, found
