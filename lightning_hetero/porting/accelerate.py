@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.porting import deepspeed, fsdp
 from lightning_hetero.porting.expressions import is_call, parse_call
-from lightning_hetero.porting.settings import Kind, Ported, Porting, flat
+from lightning_hetero.porting.settings import NoteKind, Ported, Porting, flat
 
 EXAMPLE = "a YAML file, or \"Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\""
 
@@ -155,7 +155,7 @@ def _ported(porting: Porting) -> Ported:
     if mixed in precisions:
         porting.trainer["precision"] = precisions[mixed]
     elif mixed == "fp8":
-        porting.note("mixed_precision", Kind.NONE, 'there is no fp8; use precision="bf16-mixed".')
+        porting.note("mixed_precision", NoteKind.NONE, 'there is no fp8; use precision="bf16-mixed".')
     elif mixed != "no":
         raise ConfigError(f"{porting.source}: mixed_precision is {mixed!r}; allowed: no, fp16, bf16, fp8.")
     steps = porting.count("gradient_accumulation_steps")

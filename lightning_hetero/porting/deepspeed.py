@@ -14,7 +14,7 @@ from pathlib import Path
 from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.porting import deepspeed_keys as keys
 from lightning_hetero.porting.expressions import is_call, parse_call
-from lightning_hetero.porting.settings import AUTO, Kind, Optimizer, Ported, Porting, Schedule, flat
+from lightning_hetero.porting.settings import AUTO, LrSchedule, NoteKind, Optimizer, Ported, Porting, flat
 
 EXAMPLE = 'a JSON file, "deepspeed_stage_3_offload", or "DeepSpeedStrategy(stage=3, offload_optimizer=True)"'
 
@@ -108,9 +108,9 @@ def _precision(porting: Porting) -> None:
         porting.trainer["precision"] = precisions[on[0]]
     if on[:1] == ["fp16"]:
         why = "weights are fp32, are cast where they are used, and the loss is scaled: 2 bytes per parameter more."
-        porting.note("fp16.enabled", Kind.NONE, why)
+        porting.note("fp16.enabled", NoteKind.NONE, why)
     for section in on[1:]:
-        porting.note(f"{section}.enabled", Kind.NONE, f"{on[0]} is enabled too, and there is one precision.")
+        porting.note(f"{section}.enabled", NoteKind.NONE, f"{on[0]} is enabled too, and there is one precision.")
 
 
 def _batches(porting: Porting) -> None:
@@ -128,12 +128,12 @@ def _batches(porting: Porting) -> None:
         processes = whole // micro // (accumulated or 1)
         if accumulated and processes > 1:
             why = f"{processes} processes shared it; one process accumulates {whole // micro} batches for the same step."
-            porting.note("train_batch_size", Kind.NONE, why)
+            porting.note("train_batch_size", NoteKind.NONE, why)
         accumulated = whole // micro
     if accumulated and accumulated > 1:
         porting.trainer["accumulate_grad_batches"] = accumulated
     if micro:
-        porting.note("train_micro_batch_size_per_gpu", Kind.YOURS, f"pass batch_size={micro} to your DataLoader.")
+        porting.note("train_micro_batch_size_per_gpu", NoteKind.YOURS, f"pass batch_size={micro} to your DataLoader.")
 
 
 def _tiers(porting: Porting) -> None:
@@ -146,10 +146,10 @@ def _tiers(porting: Porting) -> None:
     if paths:
         porting.strategy["disk_path"] = str(Path(paths[0]) / "lightning-hetero")
         kept = 'a run with a disk_path keeps every step and resumes after a crash; durability="none" switches that off.'
-        porting.note(f"{section}.{_OFFLOADED[0]}.nvme_path", Kind.NONE, kept)
+        porting.note(f"{section}.{_OFFLOADED[0]}.nvme_path", NoteKind.NONE, kept)
     if len(set(paths)) > 1:
         why = f"weights and state share one disk_path, {porting.strategy['disk_path']!r}."
-        porting.note(f"{section}.{_OFFLOADED[1]}.nvme_path", Kind.NONE, why)
+        porting.note(f"{section}.{_OFFLOADED[1]}.nvme_path", NoteKind.NONE, why)
 
 
 _OFFLOADED = ("offload_optimizer", "offload_param")
@@ -163,7 +163,7 @@ def _loop(porting: Porting) -> None:
         porting.trainer["log_every_n_steps"] = max(int(every), 1)
     if porting.flag("wall_clock_breakdown"):
         porting.strategy["trace"] = True
-        porting.note("wall_clock_breakdown", Kind.YOURS, "print(trainer.strategy.stall_report()) after the fit.")
+        porting.note("wall_clock_breakdown", NoteKind.YOURS, "print(trainer.strategy.stall_report()) after the fit.")
 
 
 # ---- optimizers ----------------------------------------------------------------------------------
@@ -192,7 +192,9 @@ def _optimizer(porting: Porting) -> None:
             arguments.pop("fp32_optimizer_states", None)
         porting.optimizer = Optimizer(class_path=f"torch.optim.{name}", arguments=arguments)
         if name in ("LBFGS", "SparseAdam"):
-            porting.note("optimizer.type", Kind.NONE, f"{name} cannot be divided into blocks, and is refused. Choose another one.")
+            porting.note(
+                "optimizer.type", NoteKind.NONE, f"{name} cannot be divided into blocks, and is refused. Choose another one."
+            )
     elif name in _NOT_IN_TORCH:
         porting.optimizer = _stand_in(porting, name)
     else:
@@ -210,7 +212,7 @@ def _adam(porting: Porting, name: str) -> Optimizer:
         if _has(porting, key):
             value = porting.take(_PARAMS + key)
             if key != "bias_correction" or value is False:
-                porting.note(_PARAMS + key, Kind.NONE, why)
+                porting.note(_PARAMS + key, NoteKind.NONE, why)
     return Optimizer(class_path="torch.optim.AdamW" if decoupled else "torch.optim.Adam", arguments=defaults | found)
 
 
@@ -232,10 +234,10 @@ def _stand_in(porting: Porting, name: str) -> Optimizer:
     )
     if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
         why = f"{name} compresses what processes send; one process sends nothing. AdamW stands in its place."
-    porting.note("optimizer.type", Kind.YOURS, why)
+    porting.note("optimizer.type", NoteKind.YOURS, why)
     for key in porting.below(_PARAMS):
         del porting.settings[_PARAMS + key]
-        porting.note(_PARAMS + key, Kind.YOURS, f"it is an argument of {name}.")
+        porting.note(_PARAMS + key, NoteKind.YOURS, f"it is an argument of {name}.")
     return Optimizer(class_path="torch.optim.AdamW", arguments=found, stands_for=name)
 
 
@@ -266,13 +268,13 @@ def _schedule(porting: Porting) -> None:
     if name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
         if porting.optimizer is None:
             porting.optimizer = Optimizer(class_path="torch.optim.AdamW", arguments={}, stands_for="your optimizer")
-            porting.note("optimizer", Kind.YOURS, "the settings name none, so AdamW stands in its place.")
+            porting.note("optimizer", NoteKind.YOURS, "the settings name none, so AdamW stands in its place.")
         porting.schedule = _warmup(porting, name, porting.optimizer)
     elif name:
         _other_schedule(porting, name)
 
 
-def _warmup(porting: Porting, name: str, optimizer: Optimizer) -> Schedule:
+def _warmup(porting: Porting, name: str, optimizer: Optimizer) -> LrSchedule:
     is_auto = porting.settings.get(f"{_STEPS}warmup_num_steps") == AUTO
     values = {"warmup": str(max(porting.count(f"{_STEPS}warmup_num_steps") or (0 if is_auto else 1000), 2))}
     if name != "WarmupLR":
@@ -294,7 +296,7 @@ def _warmup(porting: Porting, name: str, optimizer: Optimizer) -> Schedule:
             "progress = min(1.0, (index - warmup + 1) / max(1, total - warmup))",
             "return max(0.0, last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2)",
         )
-        return Schedule(name=name, values=values, body=body)
+        return LrSchedule(name=name, values=values, body=body)
     rate = optimizer.arguments.get("lr", 1e-3)
     own = float(rate) if isinstance(rate, int | float) else 1e-3
     most = porting.number(f"{_STEPS}warmup_max_lr", own if name == "WarmupLR" else 1e-3) or own
@@ -306,7 +308,7 @@ def _warmup(porting: Porting, name: str, optimizer: Optimizer) -> Schedule:
         f"gamma = {warm} if index < warmup else {later}",
         "return least + (1 - least) * gamma",
     )
-    return Schedule(name=name, values=values, body=body)
+    return LrSchedule(name=name, values=values, body=body)
 
 
 def _other_schedule(porting: Porting, name: str) -> None:
@@ -318,10 +320,10 @@ def _other_schedule(porting: Porting, name: str) -> None:
     if name not in known:
         hint = did_you_mean(name, (*known, "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"))
         raise ConfigError(f"{porting.source}: scheduler.type is {name!r}; allowed: a scheduler of DeepSpeed.{hint}")
-    porting.note("scheduler.type", Kind.YOURS, known[name])
+    porting.note("scheduler.type", NoteKind.YOURS, known[name])
     for key in porting.below(_STEPS):
         del porting.settings[_STEPS + key]
-        porting.note(_STEPS + key, Kind.YOURS, f"it is an argument of {name}.")
+        porting.note(_STEPS + key, NoteKind.YOURS, f"it is an argument of {name}.")
 
 
 # ---- Lightning's strategy ------------------------------------------------------------------------

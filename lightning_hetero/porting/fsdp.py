@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.porting.expressions import Expression, is_call, parse_call
-from lightning_hetero.porting.settings import Kind, Ported, Porting
+from lightning_hetero.porting.settings import NoteKind, Ported, Porting
 
 EXAMPLE = '"fsdp_cpu_offload", or "FSDPStrategy(cpu_offload=True, auto_wrap_policy={Block})"'
 _CALLS = ("FSDPStrategy", "ModelParallelStrategy", "FullyShardedDataParallel", "FSDP", "fully_shard")
@@ -104,10 +104,10 @@ def convert(porting: Porting) -> None:
         porting.strategy["block_cls"] = classes[0] if len(classes) == 1 else classes
     elif policy is not None:
         why = "blocks are found by the same rules: modules that transformers names, else classes that repeat."
-        porting.note("auto_wrap_policy", Kind.NONE, f"{why} block_cls names others.")
+        porting.note("auto_wrap_policy", NoteKind.NONE, f"{why} block_cls names others.")
     for key in ("cpu_offload", "offload_policy"):
         if not porting.settings.get(key, True):
-            porting.note(key, Kind.NONE, 'plan="resident" offloads nothing.')
+            porting.note(key, NoteKind.NONE, 'plan="resident" offloads nothing.')
             del porting.settings[key]
 
 
@@ -119,6 +119,6 @@ def _precision(porting: Porting, key: str, policy: object) -> None:
     if precision is not None:
         porting.trainer["precision"] = precision
         why = "FSDP casts weights, autocast casts the inputs of operators: norms and losses are computed in fp32."
-        porting.note(key, Kind.NONE, why)
+        porting.note(key, NoteKind.NONE, why)
     elif dtype is not None and not str(dtype).endswith(("float32", "no")):
         raise ConfigError(f"{porting.source}: {key} is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32.")

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 import yaml  # type: ignore[import-untyped]
 
-from lightning_hetero.porting.settings import Kind, Optimizer, Ported, Schedule
+from lightning_hetero.porting.settings import LrSchedule, NoteKind, Optimizer, Ported
 
 _COLUMNS = 100
 _STRATEGY = "lightning_hetero.strategies.HeteroOffloadStrategy"
 _HEADS = {
-    Kind.YOURS: "Set these yourself:",
-    Kind.NONE: "Without a counterpart, or with a difference:",
-    Kind.UNKNOWN: "Unknown, and left out:",
+    NoteKind.YOURS: "Set these yourself:",
+    NoteKind.NONE: "Without a counterpart, or with a difference:",
+    NoteKind.UNKNOWN: "Unknown, and left out:",
 }
 
 
@@ -81,7 +81,7 @@ def _literal(value: object) -> str:
     return repr(value)
 
 
-def _configure_optimizers(optimizer: Optimizer, schedule: Schedule | None) -> str:
+def _configure_optimizers(optimizer: Optimizer, schedule: LrSchedule | None) -> str:
     arguments = "".join(f", {key}={_literal(value)}" for key, value in optimizer.arguments.items())
     made = f"{optimizer.class_path}(self.parameters(){arguments})"
     comment = f"  # stands for {optimizer.stands_for}" if optimizer.stands_for else ""

@@ -11,7 +11,7 @@ from lightning_hetero.errors import ConfigError, did_you_mean
 AUTO = "auto"  # transformers' Trainer puts a value of its TrainingArguments there
 
 
-class Kind(Enum):
+class NoteKind(Enum):
     """Why a setting is in no line of the result."""
 
     YOURS = "yours"  # the user has to set something
@@ -24,7 +24,7 @@ class Note:
     """A setting, by its dotted key, that the result does not contain; and the reason."""
 
     key: str
-    kind: Kind
+    kind: NoteKind
     why: str
 
 
@@ -38,7 +38,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class LrSchedule:
     """A schedule of the learning rate, as Python.
 
     Attributes:
@@ -70,7 +70,7 @@ class Ported:
     trainer: Mapping[str, object]
     strategy: Mapping[str, object]
     optimizer: Optimizer | None
-    schedule: Schedule | None
+    schedule: LrSchedule | None
     notes: tuple[Note, ...]
 
 
@@ -93,7 +93,7 @@ class Porting:
     trainer: dict[str, object] = field(default_factory=lambda: {"devices": 1})
     strategy: dict[str, object] = field(default_factory=dict)
     optimizer: Optimizer | None = None
-    schedule: Schedule | None = None
+    schedule: LrSchedule | None = None
     notes: list[Note] = field(default_factory=list)
 
     def take(self, key: str, default: object = None) -> object:
@@ -103,10 +103,10 @@ class Porting:
             return value
         argument, given = self.autos.get(key, ("", None))
         if not argument:
-            self.note(key, Kind.YOURS, '"auto" is for transformers\' Trainer; the default is used here.')
+            self.note(key, NoteKind.YOURS, '"auto" is for transformers\' Trainer; the default is used here.')
             return default
         used = f"its default {given!r} is used here" if given is not None else "nothing is set here"
-        self.note(key, Kind.YOURS, f'"auto" is {argument} of transformers\' TrainingArguments; {used}.')
+        self.note(key, NoteKind.YOURS, f'"auto" is {argument} of transformers\' TrainingArguments; {used}.')
         return default if given is None else given
 
     def number(self, key: str, default: float | None = None) -> float | None:
@@ -152,7 +152,7 @@ class Porting:
         """The keys that are left below a prefix, without it."""
         return [key.removeprefix(prefix) for key in self.settings if key.startswith(prefix)]
 
-    def note(self, key: str, kind: Kind, why: str) -> None:
+    def note(self, key: str, kind: NoteKind, why: str) -> None:
         """Says why a setting is not in the result."""
         self.notes.append(Note(key=self.shown.get(key, key), kind=kind, why=why))
 
@@ -166,13 +166,13 @@ class Porting:
         """
         every = [*yours, *none, *known]
         for key in list(self.settings):
-            for kind, table in ((Kind.YOURS, yours), (Kind.NONE, none)):
+            for kind, table in ((NoteKind.YOURS, yours), (NoteKind.NONE, none)):
                 if (why := _reason(table, key)) is not None:
                     self.note(key, kind, why)
                     break
             else:
                 hint = did_you_mean(key, every) or " It is not in the documentation."
-                self.note(key, Kind.UNKNOWN, hint.strip())
+                self.note(key, NoteKind.UNKNOWN, hint.strip())
         self.settings.clear()
         return Ported(
             source=self.source,

@@ -16,7 +16,7 @@ from lightning_hetero.porting.accelerate import from_accelerate
 from lightning_hetero.porting.deepspeed import from_deepspeed
 from lightning_hetero.porting.fsdp import from_fsdp
 from lightning_hetero.porting.script import cli_yaml, python
-from lightning_hetero.porting.settings import Kind, Ported
+from lightning_hetero.porting.settings import NoteKind, Ported
 
 # Each key of the page "DeepSpeed Configuration JSON", section by section.
 DOCUMENTED = {
@@ -86,7 +86,7 @@ def noted(ported: Ported) -> dict[str, str]:
 
 
 def test_every_documented_key_of_deepspeed_is_known() -> None:
-    assert [note for note in read(full()).notes if note.kind is Kind.UNKNOWN] == []
+    assert [note for note in read(full()).notes if note.kind is NoteKind.UNKNOWN] == []
 
 
 # Those that are lines of the result, or say where something is offloaded, which a planner decides.
@@ -114,7 +114,7 @@ def test_a_section_that_is_off_says_nothing() -> None:
 
 def test_a_mistyped_key_is_named_with_the_nearest_one() -> None:
     ported = read({"gradient_cliping": 1.0, "zero_optimization": {"stage3_prefech_bucket_size": 1}, "entirely_new": 1})
-    unknown = {note.key: note.why for note in ported.notes if note.kind is Kind.UNKNOWN}
+    unknown = {note.key: note.why for note in ported.notes if note.kind is NoteKind.UNKNOWN}
     assert "gradient_clipping" in unknown["gradient_cliping"]
     assert "stage3_prefetch_bucket_size" in unknown["zero_optimization.stage3_prefech_bucket_size"]
     assert "entirely_new" in unknown
@@ -315,7 +315,7 @@ def test_every_argument_of_lightnings_strategies_is_known() -> None:
     for cls, port in ((DeepSpeedStrategy, from_deepspeed), (FSDPStrategy, from_fsdp), (ModelParallelStrategy, from_fsdp)):
         names = [n for n in inspect.signature(cls.__init__).parameters if n not in ("self", "kwargs", "config")]
         ported = port(f"{cls.__name__}({', '.join(f'{name}=True' for name in names if name != 'mixed_precision')})")
-        assert [note for note in ported.notes if note.kind is Kind.UNKNOWN] == [], cls
+        assert [note for note in ported.notes if note.kind is NoteKind.UNKNOWN] == [], cls
 
 
 def test_every_argument_of_torchs_fsdp_is_known() -> None:
@@ -326,7 +326,7 @@ def test_every_argument_of_torchs_fsdp_is_known() -> None:
     for name, target in (("FSDP", FullyShardedDataParallel.__init__), ("fully_shard", fully_shard)):
         names = set(inspect.signature(target).parameters) - {"self", "kwargs", "mixed_precision", "mp_policy"}
         ported = from_fsdp(f"{name}({', '.join(f'{n}=None' for n in names)})")
-        assert [note for note in ported.notes if note.kind is Kind.UNKNOWN] == []
+        assert [note for note in ported.notes if note.kind is NoteKind.UNKNOWN] == []
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_configurations_of_accelerate(text: str, strategy: dict[str, Any], train
     (file := tmp_path / "accelerate.yaml").write_text(text)
     ported = from_accelerate(str(file))
     assert (ported.strategy, ported.trainer) == (strategy, {"devices": 1, **trainer})
-    assert [note for note in ported.notes if note.kind is Kind.UNKNOWN] == []
+    assert [note for note in ported.notes if note.kind is NoteKind.UNKNOWN] == []
 
 
 def test_arguments_of_an_accelerator() -> None:
@@ -429,7 +429,7 @@ def test_arguments_of_an_accelerator() -> None:
     assert ported.trainer == {"devices": 1, "precision": "16-mixed", "accumulate_grad_batches": 3, "accelerator": "cpu"}
     names = set(inspect.signature(Accelerator.__init__).parameters) - {"self", "mixed_precision"}
     every = from_accelerate(f"Accelerator({', '.join(f'{name}=1' for name in names)})")
-    assert [note for note in every.notes if note.kind is Kind.UNKNOWN] == []
+    assert [note for note in every.notes if note.kind is NoteKind.UNKNOWN] == []
 
 
 # ---- refusals, and the commands ------------------------------------------------------------------
