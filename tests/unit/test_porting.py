@@ -462,7 +462,7 @@ def test_a_wrong_value_is_refused_by_name(config: dict[str, Any], message: str) 
         (["from-deepspeed", "FSDPStrategy()"], "calls FSDPStrategy"),
         (["from-deepspeed", "DeepSpeedStrategy(stage=)"], "is not Python"),
         (["from-fsdp", "FSDPStrategie()"], "Did you mean 'FSDPStrategy'"),
-        (["from-fsdp", "fsdp_cpu"], "Did you mean 'fsdp_cpu_offload'"),
+        (["from-fsdp", "fsdp_cpu"], "or 'fsdp_cpu_offload'"),
         (["from-fsdp", "FSDPStrategy(**options)"], "write them out"),
         (["from-fsdp", "FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.int8))"], "mixed_precision is torch.int8"),
         (["from-accelerate", "missing.yaml"], "'missing.yaml' cannot be read"),
