@@ -62,6 +62,7 @@ class Executor:
         self._before: dict[Key, Event] = {}  # the latest op of each kind and block, of the steps before
         self._handed_over = True  # since the last batch was armed
         self._between = True  # no batch is under way
+        self._outside = False  # what runs is no batch of the Trainer: a callback computes, or code after the fit
         self._held: set[int] = set()  # blocks that stay open for the rest of the batch
         self._in_backward_of: Block | None = None
         self._at: Block | None = None  # whose anchor was the last one, in this phase
@@ -123,8 +124,12 @@ class Executor:
             self.batch.waits = False
         self.batch.armed, self._handed_over = binding, binding is None
 
-    def begin_step(self, *, training: bool) -> None:
-        """Begins a batch, with the schedule for the order of blocks in the last one of its kind."""
+    def begin_step(self, *, training: bool, outside: bool = False) -> None:
+        """Begins a batch, with the schedule for the order of blocks in the last one of its kind.
+
+        ``outside``: it is no batch of the Trainer, so code may write weights between uses.
+        """
+        self._outside = outside
         waits = training and self.handlers.all_wait
         shrinks = self.residency.weights.begin_batch(waits=waits)
         if training and self.device is not None:
@@ -152,6 +157,8 @@ class Executor:
         """The next step begins. Returns the schedule that it ``goes_on`` from if that is whole."""
         last = self._step.schedule if goes_on and self._step is not None and self._step.is_whole else None
         self.residency.begin_batch(training=training, whole=last is not None)
+        if self._outside:
+            self.residency.end_batch()
         self._before |= self.handlers.ends
         self.handlers.begin_batch()
         return last
@@ -192,8 +199,8 @@ class Executor:
 
     def forward_begins(self, block: Block, inputs: Inputs = ((), {})) -> None:
         """An anchor: submits its ops and waits for the block's weights."""
-        if self._between and self.device is None and not torch.is_grad_enabled():
-            self.begin_step(training=False)  # a callback, or code after the fit, evaluates the model
+        if self._between and not torch.is_grad_enabled():  # a callback, or code after the fit, evaluates the model
+            self.begin_step(training=False, outside=True)
         if block.trained is not None:
             self._trained_begins(block.trained)
         if self.batch.in_backward:
@@ -393,7 +400,7 @@ class Executor:
             phase = Phase.BACKWARD
             if block is self._at:
                 return
-        index = None if self._step is None else self._step.find(phase, block.index)
+        index = None if self._step is None or self.residency.is_stale(block) else self._step.find(phase, block.index)
         if index is None and phase is Phase.FORWARD and not self._schedules.training:
             index = self._begin_pass(block)
         self._at = block

@@ -191,7 +191,10 @@ class Training:
 
     def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
         """Runs Lightning's ``Strategy.backward`` of a loss: a backward and the hooks around it."""
-        return run(loss) if self._retry is None else self._retry.backward(run, loss)
+        output = run(loss) if self._retry is None else self._retry.backward(run, loss)
+        if not self._executor.armed and not self._is_manual:  # gradients accumulate: no step ends the batch
+            self._executor.end_batch()
+        return output
 
     def _backward(self, plain: Method, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Runs the precision plugin's ``backward`` from a scaled loss."""

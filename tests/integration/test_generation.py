@@ -5,7 +5,7 @@ that come out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
 from lightning_hetero.errors import OffloadedAccessError, OutOfMemoryBudgetError
 from lightning_hetero.ir.schedule import OpKind, StepSignature
 from lightning_hetero.lowering import CacheSizes, steady
+from lightning_hetero.runtime.residency.device import DeviceResidency
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 WORDS, WIDTH, LAYERS, TOKENS = 61, 64, 7, 5
@@ -255,7 +257,7 @@ class Samples(pl.Callback):
 def fit(root: Path, strategy: Any, **options: Any) -> tuple[pl.Trainer, Lit]:
     module = Lit(llama)
     trainer = quiet_trainer(
-        strategy=strategy, default_root_dir=root, max_epochs=1, limit_train_batches=2, limit_val_batches=1, **options
+        strategy=strategy, default_root_dir=root, limit_train_batches=2, limit_val_batches=1, **{"max_epochs": 1, **options}
     )
     torch.manual_seed(2)
     trainer.fit(module, data(), data())
@@ -291,6 +293,83 @@ def test_generation_in_callbacks_and_after_the_fit_follows_the_plan(precision: A
         torch.manual_seed(5)
         one.trainer.fit(one, data(), data())
     assert same(module.found, expected.found)
+
+
+class Scales(pl.Callback):
+    """Generates with other weights for a while, set in ways that averaging callbacks use."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.generates = partial(generate, max_new_tokens=2)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        pl_module.generate()
+        old = [param.data for param in pl_module.parameters()]
+        kept = [value.clone() for value in old]
+        for param in pl_module.parameters():
+            param.data = param.data * 1.5
+        pl_module.generate()
+        with torch.no_grad():
+            for param in pl_module.model.model.layers[2:5].parameters():
+                param.mul_(0.7)
+        pl_module.generate()
+        for param, value in zip(pl_module.parameters(), kept, strict=True):
+            param.data.copy_(value)
+        pl_module.generate()
+
+
+def on_device(weights: str, **options: Any) -> Any:
+    """Layers on a tier below the device, with room for some; or all on the device."""
+    if weights == "device":
+        return HeteroOffloadStrategy("resident", device=EmulatedDevice(memory="8MiB", seed=4), **options)
+    rows = (BlockPlan(name="*layers.*", weights=Tier(weights)), BlockPlan(name="*"))
+    cache = 4 * ON_DEVICE_BYTES if weights == "disk" else None
+    plan = Plan(name="below", blocks=rows, device_cache_bytes=4 * ON_DEVICE_BYTES, host_cache_bytes=cache)
+    return HeteroOffloadStrategy(plan, device=EmulatedDevice(memory="8MiB", seed=4), **options)
+
+
+@pytest.mark.parametrize(
+    ("callback", "weights", "options"),
+    [
+        (Samples, "disk", {}),
+        (Scales, "disk", {"gradient_clip_val": 0.5}),
+        (Scales, "disk", {"max_epochs": 2, "accumulate_grad_batches": 2}),
+        (Scales, "host", {"accumulate_grad_batches": 2}),
+        (Scales, "host", {"precision": "bf16-mixed"}),
+        (Scales, "device", {}),
+    ],
+)
+def test_callbacks_generate_on_a_device_with_the_same_bits(
+    callback: Any, weights: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = fit(tmp_path / "plain", "auto", callbacks=[callback()], **options)[1]
+    module = fit(tmp_path / "ours", on_device(weights), callbacks=[callback()], **options)[1]
+    assert same(module.found, expected.found)
+    for (name, ours), (_, theirs) in zip(module.named_parameters(), expected.named_parameters(), strict=True):
+        assert torch.equal(ours.detach().clone(), theirs), name
+
+
+def test_callbacks_on_a_device_generate_by_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights come on demand."""
+    on_demand, plain = [0], DeviceResidency.unforeseen
+
+    def counted(residency: DeviceResidency, block: Block) -> bool:
+        on_demand[-1] += 1
+        return plain(residency, block)
+
+    class Counts(Samples):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            on_demand.append(0)
+            super().on_fit_start(trainer, pl_module)
+            on_demand.append(0)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            self.on_fit_start(trainer, pl_module)
+
+        on_validation_epoch_end = on_train_epoch_end = on_fit_start
+
+    monkeypatch.setattr(DeviceResidency, "unforeseen", counted)
+    fit(tmp_path, on_device("disk"), callbacks=[Counts()], accumulate_grad_batches=2)
+    assert on_demand[1::2] == [0] * 5
 
 
 def test_without_a_fit_more_layers_stay(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ class Residency(ABC):
     def end_batch(self) -> None:
         """A batch ends: until the next one nothing computes with the weights."""
 
+    def is_stale(self, block: Block) -> bool:
+        """Whether the weights that the schedule has brought are not those that count now."""
+        return False
+
     @abstractmethod
     def unforeseen(self, block: Block) -> bool:
         """Brings weights for a use outside the schedule; returns whether that still holds."""

@@ -92,6 +92,10 @@ class DeviceResidency(Residency):
                 bring_back_all(block)
                 self.parameters.hide(block)
 
+    def is_stale(self, block: Block) -> bool:
+        """Code has written weights on disk, and the device has them as they were before."""
+        return not block.resident and self._side.weights.is_written(block)
+
     def unforeseen(self, block: Block) -> bool:
         """Brings the block's weights, so that the rest of the schedule does not hold."""
         if self._side.weights.is_outdated(block):
