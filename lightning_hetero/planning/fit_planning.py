@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Prediction
@@ -107,7 +107,7 @@ class FitPlanning:
             other = fitted(make(shape), shape, device=device)
             if other.blocks == fitted(plan, shape, device=device).blocks:
                 continue
-            with suppress(OutOfMemoryBudgetError, PlanError, ConfigError):
+            with suppress(OutOfMemoryBudgetError, PlanError, ConfigError, UnsupportedError):
                 self.session.check(other)
                 found.append(replace(other, predicted=self._prediction(other, machine)))
         return min(found, key=lambda one: one.require_predicted().iteration_s, default=None)
