@@ -86,12 +86,18 @@ class TakenGradients:
         return changed
 
 
-def keep_host_gradients(params: Iterable[nn.Parameter]) -> None:
-    """The run ends: gradients in host memory of a device's lanes become ordinary tensors."""
+def taken_gradients(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """The run ends: takes gradients of a device from their parameters, as tensors of the CPU."""
+    found = []
     with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
         for param in params:
             if isinstance(param.grad, HostGradient):
-                param.grad = contents_of(param.grad)
+                found.append((param, contents_of(param.grad)))
+            elif param.grad is not None and param.grad.device.type != "cpu":
+                found.append((param, param.grad.cpu()))
+        for param, _ in found:
+            param.grad = None
+    return found
 
 
 class GradientsInUse:

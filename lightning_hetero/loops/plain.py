@@ -24,6 +24,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,9 @@ from lightning_hetero.convert.importing import ModelWeights
 from lightning_hetero.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
-from lightning_hetero.loops.gradients import GradientsInUse, TakenGradients, keep_host_gradients
+from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON
+from lightning_hetero.lanes.stream_device import StreamDevice
+from lightning_hetero.loops.gradients import GradientsInUse, TakenGradients, taken_gradients
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
 from lightning_hetero.runtime import quantized, quantizing
@@ -49,6 +52,7 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.data import random_state, set_random_state
+from lightning_hetero.strategies.devices import move_buffers, optimizers_to_host
 from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.untyped import Value
 
@@ -70,11 +74,12 @@ _OF_TRAINERS = {  # options of ``HeteroOffloadStrategy`` that need Lightning's T
 }  # fmt: skip
 
 
-def choices_of(plan: str | os.PathLike[str] | Plan, **options: Value) -> Choices:
+def choices_of(plan: str | os.PathLike[str] | Plan, *, device: Value = None, **options: Value) -> Choices:
     """Checks the options of a loop.
 
     Raises:
         ConfigError: A value is not allowed, or there is no such option.
+        UnsupportedError: Training does not compute on that device.
     """
     known = sorted(inspect.signature(checked.choices).parameters.keys() - _OF_TRAINERS)
     for name in options:
@@ -82,7 +87,23 @@ def choices_of(plan: str | os.PathLike[str] | Plan, **options: Value) -> Choices
             raise ConfigError(f"{name} is an option of HeteroOffloadStrategy, and needs Lightning's Trainer. Leave it out.")
         if name not in known:
             raise ConfigError(f"{name} is no option of a loop; allowed: {', '.join(known)}.{did_you_mean(name, known)}")
-    return checked.choices(plan, durability="none", **options)
+    if not isinstance(device, str | torch.device):
+        return checked.choices(plan, durability="none", device=device, **options)
+    return computing_on(checked.choices(plan, durability="none", **options), torch.device(device))
+
+
+def computing_on(choices: Choices, device: torch.device) -> Choices:
+    """The same on the CPU or on a GPU, whose memory is measured."""
+    if device.type == "cpu":
+        return choices
+    if device.type not in BACKENDS:
+        raise UnsupportedError(f'device={str(device)!r}; a loop computes on {COMPUTES_ON}. Pass such a device, or "cpu".')
+    if choices.options.device is not None:
+        raise ConfigError(f"device={choices.options.device!r} is emulated on the CPU, but the loop computes on {device}.")
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    lanes = StreamDevice.of(device, choices.options.device_memory)
+    return replace(choices, options=checked.on_lanes(choices.options, choices.autoplan, lanes))
 
 
 def offload(
@@ -119,8 +140,9 @@ def offload(
             updates also run during backward; each backward is followed by ``step()``, and nothing
             reads or changes gradients between the two.
         options: Those of ``HeteroOffloadStrategy`` for tiers, planners and traces: ``weights``,
-            ``block_cls``, ``host_memory``, ``device_memory``, ``device``, ``disk_path``,
-            ``disk_capacity``, ``hardware_profile``, ``trace`` and so on.
+            ``block_cls``, ``host_memory``, ``device_memory``, ``disk_path``, ``disk_capacity``,
+            ``hardware_profile``, ``trace`` and so on. ``device`` may be a GPU's name too: the model
+            comes from the CPU, and the loop moves its batches to the GPU.
 
     Returns:
         A context, whose ``plan``, ``trace`` and ``memory_report()`` say what happens.
@@ -143,6 +165,7 @@ class OffloadedLoop:
         if overlap not in _RULES:
             raise ConfigError(f"overlap={overlap!r}; allowed: {', '.join(map(repr, _RULES))}.")
         self.model, self._overlap, self._autoplan = model, overlap, choices.autoplan
+        self._device = torch.device("cpu") if choices.options.device is None else choices.options.device.device
         self._batches = 0  # since the last optimizer step
         self._step_batches = 1  # of that step
         self._has_ended = False  # the context; a model that does not fit memory is on disk still
@@ -192,6 +215,8 @@ class OffloadedLoop:
         for handle in (*self._handles, *self._quantized):
             handle.remove()
         self._quantized = quantized.follow(self.model)
+        if self._device.type != "cpu":
+            move_buffers(self.model, self._device)
         self._clock = StepClock(self._executor.lanes.now)
         _LOOPS.add(self)
         self._handles = self._observe()
@@ -418,8 +443,13 @@ class OffloadedLoop:
             self._autoplan.abandon_batch()
         self._executor.arm(None)
         try:
-            keep_host_gradients(param for _, param in self._named())
+            gradients = taken_gradients(param for _, param in self._named())
             self.session.stop()
+            for param, gradient in gradients:
+                param.grad = gradient
+            if self._device.type != "cpu":
+                move_buffers(self.model, torch.device("cpu"))
+                optimizers_to_host(self.optimizers)
         except Exception:
             if not failed:
                 raise

@@ -57,19 +57,22 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:
-    """Moves all but parameters to a device: buffers, metrics, the modules' ``device``.
-
-    Buffers on the meta device stay, because they have no content yet.
-    """
+    """Moves all but parameters to a device: buffers, metrics, the modules' ``device``."""
     from torchmetrics import Metric
 
     placed = lightning_of(module).fabric("utilities.device_dtype_mixin")._DeviceDtypeModuleMixin
-    moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
         if isinstance(part, Metric) and not any(True for _ in part.parameters()):
             part.to(device)  # its states are not buffers
         if isinstance(part, placed):
             part._device = device
+    move_buffers(module, device)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Moves buffers to a device. Those on the meta device stay: they have no content yet."""
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
         for key, buffer in part._buffers.items():
             if buffer is None or (buffer.is_meta and device.type != "meta"):
                 continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,219 +10,26 @@ import pytest
 import torch
 from support.machines import HARDWARE
 from support.models import Model, Shape
-from support.plain_loops import Run, adamw, assert_equal, batches, loss_of, outcome, plans, simple
-from torch import Tensor, nn
-from torch.nn import functional as F
+from support.plain_loops import (
+    LOOPS,
+    OVERLAPS,
+    STEP_BY_STEP,
+    Run,
+    accumulating,
+    adamw,
+    assert_equal,
+    batches,
+    outcome,
+    plans,
+    sgd,
+    simple,
+)  # fmt: skip
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import lightning_hetero
 from lightning_hetero.errors import ConfigError, UnsupportedError
-
-OVERLAPS = ("none", "forward", "backward")
-
-
-def zero_at_end(run: Run) -> None:
-    for batch in batches(5):
-        run.backward(batch)
-        run.optimizer.step()
-        run.model.zero_grad()
-
-
-def closure(run: Run) -> None:
-    for batch in batches(4):
-
-        def compute(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
-            run.optimizer.zero_grad()
-            return run.backward(batch)
-
-        run.optimizer.step(compute)
-
-
-def scheduled(run: Run) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
-    for batch in batches(4):
-        run.optimizer.zero_grad()
-        run.backward(batch)
-        run.optimizer.step()
-        scheduler.step()
-
-
-def evaluating(run: Run) -> None:
-    for number, batch in enumerate(batches(5)):
-        run.optimizer.zero_grad()
-        run.backward(batch)
-        run.optimizer.step()
-        if number % 2:
-            run.model.eval()
-            with torch.no_grad():
-                for other in batches(2):
-                    run.losses.append(loss_of(run.model, other).item())
-            run.losses.append(loss_of(run.model, batch).item())  # with a graph that nobody uses
-            run.model.train()
-            run.losses.append(sum(value.double().sum().item() for value in run.model.state_dict().values()))
-
-
-def accumulating(run: Run) -> None:
-    for number, batch in enumerate(batches(6)):
-        run.backward(batch)
-        if number % 2:
-            run.optimizer.step()
-            run.optimizer.zero_grad(set_to_none=False)
-
-
-def never_zeroed(run: Run) -> None:
-    for batch in batches(4):
-        run.backward(batch)
-        run.optimizer.step()
-
-
-def clipped(run: Run) -> None:
-    for batch in batches(4):
-        run.optimizer.zero_grad()
-        run.backward(batch)
-        run.losses.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
-        run.optimizer.step()
-
-
-def scaled(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for batch in batches(4):
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model, batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(run.optimizer)
-        run.losses.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
-        scaler.step(run.optimizer)
-        scaler.update()
-        run.losses.append(loss.item())
-
-
-def autocast(run: Run) -> None:
-    for batch in batches(4):
-        run.optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(run.model, batch)
-        loss.backward()
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def two_forwards(run: Run) -> None:
-    given = list(batches(6))
-    for one, other in zip(given[::2], given[1::2], strict=True):
-        run.optimizer.zero_grad()
-        with torch.no_grad():
-            target = run.model(one[0])
-        loss = loss_of(run.model, one) + loss_of(run.model, other) + F.mse_loss(run.model(one[0]), target + 1)
-        loss.backward()
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def two_backwards(run: Run) -> None:
-    for batch in batches(3):
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model, batch)
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def by_hand(run: Run) -> None:
-    """Gradients come as results, and the loop sets them."""
-    params = list(run.model.parameters())
-    for batch in batches(3):
-        loss = loss_of(run.model, batch)
-        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-            param.grad = grad * 0.5
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def in_parts(run: Run) -> None:
-    """The loop calls the parts of the model, not the model."""
-    model = run.model
-    for batch in batches(3):
-        run.optimizer.zero_grad()
-        x = model.embed(batch[0])
-        for block in model.blocks:
-            x = block(x)
-        loss = F.cross_entropy(model.head(model.norm(x)).flatten(0, 1), batch[1].flatten())
-        loss.backward()
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def interrupted(run: Run) -> None:
-    for number, batch in enumerate(batches(5)):
-        run.optimizer.zero_grad()
-        if number == 2:
-            with suppress(IndexError):
-                run.model(batch[0] + 1000)
-            continue
-        run.backward(batch)
-        run.optimizer.step()
-
-
-def failed_backward(run: Run) -> None:
-    """Gradients until the failure stay; the loop drops them before the next forward."""
-
-    def fail(grad: Tensor) -> None:
-        raise ZeroDivisionError
-
-    for number, batch in enumerate(batches(5)):
-        run.optimizer.zero_grad()
-        loss = loss_of(run.model, batch)
-        if number % 2:
-            hook = run.model.blocks[number // 2].up.weight.register_hook(fail)
-            with suppress(ZeroDivisionError):
-                loss.backward()
-            hook.remove()
-            continue
-        loss.backward()
-        run.losses.append(loss.item())
-        run.optimizer.step()
-
-
-def failed_closure(run: Run) -> None:
-    def fail() -> Tensor:
-        raise ZeroDivisionError
-
-    for number, batch in enumerate(batches(4)):
-        run.optimizer.zero_grad()
-        run.backward(batch)
-        with suppress(ZeroDivisionError):
-            run.optimizer.step(fail if number == 1 else None)
-
-
-def two_step(run: Run) -> None:
-    """A step of the sharpness-aware kind: its closure computes the batch again."""
-    for batch in batches(3):
-
-        def compute(batch: tuple[Tensor, Tensor] = batch) -> Tensor:
-            run.optimizer.zero_grad()
-            return run.backward(batch)
-
-        compute()
-        with torch.no_grad():
-            for param in run.model.parameters():
-                param.add_(0.01 * torch.zeros_like(param) if param.grad is None else 0.01 * param.grad)
-        run.optimizer.step(compute)
-
-
-LOOPS = [
-    accumulating, never_zeroed, clipped, scaled, two_forwards, two_backwards, by_hand, interrupted, evaluating, failed_backward,
-    failed_closure, two_step,
-]  # fmt: skip
-
-
-STEP_BY_STEP = [simple, zero_at_end, closure, scheduled, autocast, in_parts]  # step() follows each backward
-
-
-def sgd(model: nn.Module) -> list[Optimizer]:
-    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
 
 
 def every_pair() -> Iterator[tuple[Callable[[Run], None], str, str]]:
