@@ -50,7 +50,8 @@ REPLACED = {
     "--host-memory 64GiB --disk p5510x4 --planner protrain": "--host-memory 1GiB --disk p5510x4 --planner protrain",
     "lm_head.weight=model.embed_tokens.weight": "head.weight=embed.weight",
     "--preset-model lohan-13b --batch 16 --sequence 1024": "--preset-model gpt2 --batch 1 --sequence 64",
-    "--preset-model llama-13b --batch 8 --sequence 1024": "--preset-model gpt2 --batch 1 --sequence 64",
+    "--preset-model llama-3-8b --batch 4 --sequence 2048": "--preset-model gpt2 --batch 1 --sequence 64",
+    "--preset-model llama-3-8b --batch 1 --sequence 2048": "--preset-model gpt2 --batch 1 --sequence 64",
 }
 
 # Why a snippet is not run, by its page and how it begins. At most ten.
