@@ -11,10 +11,11 @@ _CLOSE, _AS_CLOSE = 0.66, 0.05  # similarity of a mistyped name: at least, and a
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A hint for a mistyped name: ``" Did you mean 'disk'?"``; empty if no known name is close.
 
-    Upper and lower case are one. Several names are proposed only if they are equally close.
+    Case and dashes before a name do not count. Several names are proposed if they are about equally
+    close.
     """
-    typed = str(name).lower()
-    likeness = {one: difflib.SequenceMatcher(None, typed, one.lower()).ratio() for one in known}
+    typed = str(name).lower().lstrip("-")
+    likeness = {one: difflib.SequenceMatcher(None, typed, one.lower().lstrip("-")).ratio() for one in known}
     best = max(likeness.values(), default=0.0)
     close = [one for one in likeness if likeness[one] >= max(_CLOSE, best - _AS_CLOSE)]
     close.sort(key=lambda one: -likeness[one])

@@ -18,7 +18,14 @@ from lightning_hetero.cli import options as o
 from lightning_hetero.cli.output import print_json
 from lightning_hetero.cli.planning import DEFAULT, described
 from lightning_hetero.cli.words import epilog
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError, UnsupportedError
+from lightning_hetero.errors import (
+    ConfigError,
+    HeteroError,
+    OutOfMemoryBudgetError,
+    PlanError,
+    UnsupportedError,
+    did_you_mean,
+)
 
 OK, PROBLEM, IMPOSSIBLE = 0, 1, 2
 _IMPOSSIBLE = (ConfigError, PlanError, OutOfMemoryBudgetError, UnsupportedError)
@@ -50,7 +57,7 @@ class Commands(TyperGroup):
         except typer.TyperException as error:
             context = getattr(error, "ctx", None)
             hint = f"\nTry '{context.command_path} --help'." if context else ""
-            return _fail({"error": error.format_message()}, IMPOSSIBLE, as_json=as_json, hint=hint)
+            return _fail({"error": _said(error)}, IMPOSSIBLE, as_json=as_json, hint=hint)
         except _IMPOSSIBLE as error:
             return _fail(described(error), IMPOSSIBLE, as_json=as_json)
         except HeteroError as error:
@@ -81,6 +88,14 @@ class UpToScript(TyperCommand):
                 break
             index += 1
         return super().parse_args(ctx, args)
+
+
+def _said(error: typer.TyperException) -> str:
+    """What is wrong with the command line. Of unknown options only near ones are proposed."""
+    option = getattr(error, "option_name", None)
+    if option is None:
+        return error.format_message()
+    return f"No such option: {option}.{did_you_mean(option, getattr(error, 'possibilities', None) or ())}"
 
 
 def _fail(out: dict[str, Any], code: int, *, as_json: bool, hint: str = "") -> int:

@@ -93,6 +93,7 @@ REFUSALS: list[tuple[list[str], str]] = [
     (["plan-cluster", "2xa100-80", *PRESET, "--micro-batches", "4", "--planner", "wale"], "Did you mean 'whale'"),
     (["plan", *PRESET[:2], "--batch", "100000", "--sequence", "4096", *MACHINE], "Cheapest remedy: a batch "),
     (["plan", "--colour"], "No such option: --colour"),
+    (["plan", "--bacth", "3"], "No such option: --bacth. Did you mean '--batch'?"),
     (["simulat"], "No such command 'simulat'. Did you mean 'simulate'?"),
     ([], "Missing command"),
 ]
