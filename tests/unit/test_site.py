@@ -1,0 +1,73 @@
+"""The site of the documentation: every page is in it, and what pages promise exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_hetero import errors
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TESTS = ROOT / "tests"
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs' own tags as nothing."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+
+def pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(entry)]  # type: ignore[attr-defined]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=Loader)
+    pages = {page for page in DOCS.rglob("*.md") if page.parent.name != "adr"}  # other pages link to decisions
+    assert sorted(pages_of(config["nav"])) == sorted(str(page.relative_to(DOCS)) for page in pages)
+
+
+def test_every_error_has_a_line_with_its_remedy() -> None:
+    page = (DOCS / "errors.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
+    classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.HeteroError)}
+    assert set(rows) == set(classes) - {"HeteroError"}
+    for name, base in rows.items():
+        assert base in {kind.__name__ for kind in classes[name].__mro__}, name
+
+
+PAGE = (DOCS / "matrix.md").read_text(encoding="utf-8")
+MATRIX = re.findall(r"`tests/((?:unit|integration|property|faults)/\w+\.py(?:::\w+)?)`", PAGE)
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_tests_that_the_matrix_names_exist(name: str) -> None:
+    file, _, function = name.partition("::")
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    assert function in names if function else names
+
+
+def test_each_line_of_the_matrix_names_a_test() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    without = [row for row in rows if not any(name in row for name in MATRIX) and "Held by" not in row]
+    assert MATRIX
+    assert without == []
+
+
+def test_every_exported_name_is_in_the_reference() -> None:
+    import lightning_hetero
+
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: [\w.]+\.(\w+)$|heading: (\w+)$", page, re.MULTILINE))
+    names = {name for pair in described for name in pair}
+    via = {"HeteroError": "errors"}  # as part of its module
+    assert {via.get(name, name) for name in lightning_hetero.__all__} <= names
