@@ -141,8 +141,11 @@ class Session(Budgets):
             self._last_steps = self.steps
         parked, plans = self.executor, self.options.plans
         if parked is not None:
+            inside = self.blocks if self._handles else []  # of a session that evaluates; else they have left
             self._forget_anchors()
             parked.finish()
+            for block in inside:
+                parked.residency.leave(block)
             parked.stop()
         if parked is None or self._fits:
             set_slots(self.blocks, owners_of(self.bindings))

@@ -138,3 +138,16 @@ def test_a_model_is_evaluated_without_optimizers() -> None:
         for _ in range(3):
             assert torch.equal(model(batch[0]), expected)
     assert torch.equal(model(batch[0]), expected)
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "device"])
+def test_a_model_that_was_evaluated_trains(where: str, tmp_path: Path) -> None:
+    def context(model: Model, optimizers: list[Optimizer]) -> Any:
+        loop = lightning_hetero.offload(model, None, **plans(tmp_path)[where])
+        with torch.no_grad():
+            model(next(batches(1))[0])
+        loop.train(optimizers)
+        return loop
+
+    shape = Shape(counting=False)
+    assert_equal(outcome(simple, adamw, None, shape), outcome(simple, adamw, context, shape))
