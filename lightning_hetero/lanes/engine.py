@@ -134,7 +134,6 @@ class EngineLanes(InlineLanes):
     def close(self) -> None:
         """Ends the lanes; see :meth:`Lanes.close`."""
         self._is_closed = True
-        self._failures.closing.set()
         self._ops.clear()
 
 

@@ -181,6 +181,13 @@ class LanesContract:
         lanes.submit(op(3, Lane.H2D), doing(lambda: ran.append(3)), []).wait()
         assert ran == [2, 3]
 
+    def test_drain_waits_for_tickets(self, lanes: Lanes) -> None:
+        ticket = FakeTicket()
+        lanes.submit(op(0, Lane.DISK_WRITE, OpKind.STORE), lambda: [ticket], [])
+        threading.Timer(0.02, ticket.move, [DONE]).start()
+        lanes.drain()
+        assert ticket.reached == DONE
+
     def test_an_error_holds_no_memory(self, lanes: Lanes) -> None:
         alive: list[weakref.ref[Tensor]] = []
 
