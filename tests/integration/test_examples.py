@@ -195,3 +195,19 @@ def test_a_hugging_face_directory_goes_in_and_comes_out(tmp_path: Path) -> None:
     assert mebibytes("on disk", shown) > 0
     assert len(list((tmp_path / "smollm2-trained").glob("*.safetensors"))) > 1
     assert (tmp_path / "smollm2-trained" / "model.safetensors.index.json").exists()
+
+
+def test_a_gpt_is_pretrained_in_less_memory_than_it_takes(tmp_path: Path) -> None:
+    size = ["--width", "64", "--layers", "12", "--heads", "2", "--sequence", "32", "--batch", "4"]
+    output = run("pretrain_gpt.py", *size, "--steps", "12", "--host-memory", "8MiB", cwd=tmp_path)
+    match = re.search(r"loss\s+([\d.]+) -> ([\d.]+) nats", output)
+    assert match is not None, output
+    assert float(match[2]) < float(match[1]) < 6.5  # log(256) = 5.5 nats
+    assert mebibytes("on disk", output) > 0
+
+
+def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
+    output = run("crash_and_resume.py", "--steps", "6", cwd=tmp_path)
+    assert "killed           after step 3 of 6" in output
+    assert re.search(r"the first step that ended was [34]$", output, re.MULTILINE)
+    assert "same bits        True" in output
