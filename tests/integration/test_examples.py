@@ -116,11 +116,13 @@ def test_cli_config_trains(config: Path, tmp_path: Path) -> None:
     assert checkpoint["optimizer_states"][0]["state"]
 
 
-@pytest.mark.parametrize("notebook", ["finetune_smollm2", "lora_smollm2"])
+@pytest.mark.parametrize("notebook", ["finetune_smollm2", "lora_smollm2", "qlora_smollm2"])
 def test_notebook_runs(notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="running the notebook needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat", reason="running the notebook needs nbformat")
     pytest.importorskip("ipykernel", reason="running the notebook needs ipykernel")
+    if notebook == "qlora_smollm2":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes, which quantizes the weights, is missing")
     monkeypatch.setenv("HETERO_EXAMPLE_TINY", "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES), PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
     shown = nbformat.read(EXAMPLES / f"{notebook}.ipynb", as_version=4)
@@ -133,14 +135,17 @@ def test_notebook_runs(notebook: str, tmp_path: Path, monkeypatch: pytest.Monkey
     if notebook == "finetune_smollm2":
         assert "on average" in text  # it was planned
         assert (tmp_path / "smollm2-finetuned" / "model.safetensors").exists()
+    elif notebook == "qlora_smollm2":
+        assert (tmp_path / "qlora-adapter" / "adapter_model.safetensors").exists()
     else:
         assert (tmp_path / "smollm2-adapter" / "adapter_model.safetensors").exists()
         assert (tmp_path / "smollm2-merged" / "model.safetensors").exists()
 
 
-def test_the_notebook_of_adapters_has_its_outputs() -> None:
+@pytest.mark.parametrize("notebook", ["lora_smollm2", "qlora_smollm2"])
+def test_notebooks_of_adapters_have_their_outputs(notebook: str) -> None:
     nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
-    shown = nbformat.read(EXAMPLES / "lora_smollm2.ipynb", as_version=4)
+    shown = nbformat.read(EXAMPLES / f"{notebook}.ipynb", as_version=4)
     outputs = [output for cell in shown.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert "held-out loss" in "".join(output.get("text", "") for output in outputs)
