@@ -166,7 +166,7 @@ class _ChunkedModel:
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.register_forward_hook(self._end, always_call=True),
         ]
-        cast(_CausalLM, model).loss_function = self._take_loss
+        _causal(model).loss_function = self._take_loss
         for head in heads:
             vars(head)["forward"] = partial(self._head, head)
 
@@ -175,7 +175,7 @@ class _ChunkedModel:
             hook.remove()
         vars(self._model).pop("_loss_function")
         if self._own_loss is not None:
-            cast(_CausalLM, self._model).loss_function = self._own_loss
+            _causal(self._model).loss_function = self._own_loss
         for head in self._heads:
             vars(head).pop("forward")
 
@@ -202,6 +202,10 @@ class _ChunkedModel:
         return logits.loss
 
 
+def _causal(model: nn.Module) -> _CausalLM:
+    return cast(_CausalLM, model)
+
+
 def _is_causal(module: nn.Module) -> bool:
     """Whether it is a model of transformers with a head, and not a part of one or a wrapper."""
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -216,13 +220,13 @@ def _heads(name: str, model: nn.Module) -> list[nn.Linear]:
     Raises:
         ConfigError: The head is not linear, or the loss is another one.
     """
-    loss = cast(_CausalLM, model).loss_function
+    loss = _causal(model).loss_function
     if getattr(loss, "__name__", "") != _LOSS:
         raise ConfigError(
             f"chunked_head=True: {name!r} computes its loss with {getattr(loss, '__name__', loss)!r}; only {_LOSS!r} of "
             f"transformers can be chunked. Leave chunked_head out."
         )
-    head = cast(_CausalLM, model).get_output_embeddings()
+    head = _causal(model).get_output_embeddings()
     copies = getattr(head, "modules_to_save", None)
     heads = [head] if copies is None else [getattr(head, "original_module", None), *copies.values()]
     linears = [h for h in heads if type(h) is nn.Linear]

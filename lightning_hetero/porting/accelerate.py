@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.porting import deepspeed, fsdp

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from lightning_hetero.porting.settings import LrSchedule, NoteKind, Optimizer, Ported
 

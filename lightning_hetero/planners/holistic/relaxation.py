@@ -89,7 +89,7 @@ Matrix = Vector  # of two dimensions
 
 
 def _sparse(matrix: Matrix) -> Any:
-    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # slow
+    from scipy.sparse import csr_array  # slow
 
     return csr_array(matrix)
 

@@ -61,7 +61,7 @@ def minimum(programme: Programme) -> Vector | None:
 
 def _highs(programme: Programme) -> Vector | None:
     highs: Any = import_module("highspy")  # no types of its own
-    from scipy.sparse import vstack  # type: ignore[import-untyped]  # slow
+    from scipy.sparse import vstack  # slow
 
     matrix = vstack((programme.equal, programme.below)).tocsc()
     free = np.full(len(programme.most), -highs.kHighsInf)
