@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
-from lightning_hetero.loops.plain import OffloadedLoop, Overlap, choices_of
+from lightning_hetero.loops.plain import OffloadedLoop, Overlap, choices_of, computing_on
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
 from lightning_hetero.untyped import Value
@@ -66,21 +66,21 @@ class HeteroOffloadFabric(_Base):
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
         self._devices = devices or []
 
+    @property
+    def root_device(self) -> torch.device:
+        """The device that the loop computes on."""
+        return self._devices[0] if self._devices else torch.device("cpu")
+
     def setup_environment(self) -> None:
         """Refuses several devices, and to train one model in each of several processes."""
         environment = self.cluster_environment
-        devices, processes = self._devices or [torch.device("cpu")], len(self._devices) * self._num_nodes
+        processes = len(self._devices) * self._num_nodes
         if environment is not None and environment.creates_processes_externally:
             processes = max(processes, environment.world_size())
         if processes > 1:
             raise UnsupportedError(
                 f"strategy 'hetero_offload' got {processes} processes or devices; with Fabric it runs in one process, on one "
                 f"device. Pass devices=1, num_nodes=1, and start one process."
-            )
-        if devices[0].type != "cpu":
-            raise UnsupportedError(
-                f"strategy 'hetero_offload' got device {str(devices[0])!r}; with Fabric it computes on the CPU. Pass "
-                f'Fabric(accelerator="cpu"), or use Trainer(strategy="hetero_offload"), which computes on GPUs.'
             )
         super().setup_environment()
         speak(lightning_of(self))
@@ -95,7 +95,7 @@ class HeteroOffloadFabric(_Base):
                 "strategy 'hetero_offload' has a module already; it offloads one. Set up the larger module, and leave the other "
                 "one in memory: move it by fabric.to_device."
             )
-        self.loop = OffloadedLoop(module, None, self._choices, overlap=self._overlap)
+        self.loop = OffloadedLoop(module, None, computing_on(self._choices, self.root_device), overlap=self._overlap)
         return module
 
     def setup_module_and_optimizers(

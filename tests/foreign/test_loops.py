@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Shape
-from support.plain_loops import LOOPS, OVERLAPS, STEP_BY_STEP, Run, adamw, assert_equal, outcome, sgd, simple
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
+from support.cuda import stand_in
+from support.models import Model, Shape
+from support.plain_loops import LOOPS, OVERLAPS, STEP_BY_STEP, Run, adamw, assert_equal, batches, outcome, sgd, simple
+from torch.nn import functional as F
 
 import lightning_hetero
 from foreign import NAME
@@ -16,6 +20,7 @@ from foreign.lanes import ForeignBackend
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.backends import BACKENDS
+from lightning_hetero.loops.fabric import HeteroOffloadFabricStrategy
 from lightning_hetero.loops.plain import choices_of, computing_on
 from lightning_hetero.runtime.activations import block as activations
 
@@ -64,3 +69,27 @@ def test_a_device_of_another_kind_is_refused_by_name() -> None:
 def test_a_device_cannot_be_emulated_too(allowed: None) -> None:
     with pytest.raises(ConfigError, match="emulated"):
         computing_on(choices_of("host", device=EmulatedDevice("2MiB")), FIRST)
+
+
+def test_fabric_computes_there(allowed: None) -> None:
+    def train(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        fabric = Fabric(accelerator=stand_in(NAME), devices=1, strategy=strategy)
+        torch.manual_seed(3)
+        model = Model(SHAPE)
+        module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        losses = []
+        for tokens, targets in batches(4, fabric.device):
+            loss = F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+            fabric.backward(loss)
+            fabric.clip_gradients(module, optimizer, max_norm=0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, {name: value.cpu().clone() for name, value in module.state_dict().items()}
+
+    losses, weights = train(SingleDeviceStrategy(device=FIRST))
+    strategy = HeteroOffloadFabricStrategy("host", device_memory="4MiB")
+    ours, got = train(strategy)
+    strategy.loop.close()
+    assert ours == losses
+    assert all(torch.equal(value, got[name]) for name, value in weights.items())
