@@ -53,9 +53,8 @@ class DiskWear(_Base):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the drives."""
         run = run_of(trainer, type(self).__name__)
-        self._meter, self._plan = meter_of(run), None
-        if run.session is not None:
-            self._drive = together(drives_under(run.session.disk_root()))
+        self._meter, self._plan, self.wear, self._steps = meter_of(run), None, None, 0
+        self._drive = None if run.session is None else together(drives_under(run.session.disk_root()))
         if self.rated_bytes is not None:
             known = Drive(name="the drive") if self._drive is None else self._drive
             self._drive = replace(known, rated_bytes=float(self.rated_bytes), source="given")
@@ -70,7 +69,7 @@ class DiskWear(_Base):
         self._follow(reading, run_of(trainer, type(self).__name__).plan)
         if self._steps == _SOON:
             self._say()
-        if trainer.loggers and self.wear is not None and reading.step % vars(trainer)["log_every_n_steps"] == 0:
+        if self.wear is not None and reading.is_logged(trainer):
             values = {"bytes_written": float(reading.written_bytes), "bytes_written_per_step": self.wear.step_bytes}
             if self.wear.left_s is not None:
                 values["drive_days_left"] = self.wear.left_s / 86400

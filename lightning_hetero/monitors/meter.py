@@ -38,7 +38,8 @@ class Reading:
     """One optimizer step of a run.
 
     Attributes:
-        step: The Trainer's ``global_step`` after it.
+        before: The Trainer's ``global_step`` before it; several optimizers make several steps.
+        step: The same after it.
         step_s: Seconds of its batches, without what comes between them. On a GPU those of the last
             step whose time is known. ``None``: none is yet.
         predicted_s: What the plan in force predicts; ``None``: it has no prediction.
@@ -53,6 +54,7 @@ class Reading:
         written_bytes: What it has written.
     """
 
+    before: int
     step: int
     step_s: float | None
     predicted_s: float | None
@@ -64,6 +66,15 @@ class Reading:
     disk_bytes: int
     read_bytes: int
     written_bytes: int
+
+    def passes(self, step: int) -> bool:
+        """Whether ``global_step`` has come to a number, or past it."""
+        return self.before < step <= self.step
+
+    def is_logged(self, trainer: pl.Trainer) -> bool:
+        """Whether loggers get it: every ``log_every_n_steps`` steps, with 0 never."""
+        every: int = vars(trainer)["log_every_n_steps"]
+        return bool(trainer.loggers) and every > 0 and self.passes(self.step // every * every)
 
     def metrics(self) -> dict[str, float]:
         """The numbers by the names that loggers get; what is not known is left out."""
@@ -101,7 +112,8 @@ class Meter:
 
     def __init__(self, run: OffloadRun, training: Training) -> None:
         self._run, self._clock = run, training.time_steps()
-        self._batch = -1
+        self.recordings = 0  # that are under way; they share the recorder
+        self._batch, self._step = -1, 0
         self._steps = self._clock.steps
         self._waited_s = 0.0 if run.session is None else run.session.recorder.waited_s
         self._last: Reading | None = None
@@ -120,12 +132,14 @@ class Meter:
         session, step_s = self._run.session, self._clock.last_s
         if session is None:
             return None
+        before, self._step = self._step or step - 1, step
         waited_s, self._waited_s = session.recorder.waited_s - self._waited_s, session.recorder.waited_s
         waits = None
         if step_s and not isinstance(session.options.device, StreamDevice):
             waits = min(1.0, waited_s / step_s)
         report, predicted = session.memory_report(), session.running.plan.predicted
         return Reading(
+            before=before,
             step=step,
             step_s=step_s,
             predicted_s=None if predicted is None else predicted.iteration_s,

@@ -84,14 +84,14 @@ class OffloadMonitor(_Base):
         self._meter = meter_of(run_of(trainer, type(self).__name__))
         kind = lightning_of(trainer).fabric("utilities.throughput").Throughput
         self._throughput = kind(world_size=trainer.world_size, window_size=self.window_size, separator=self.separator)
-        self._begin_s = now_s()
-        self._batches = self._samples = self._items = self._tokens = 0
+        self.last, self._said, self._begin_s = None, "", now_s()
+        self._batches = self._samples = self._items = self._tokens = self._per_step = 0
         bar = trainer.progress_bar_callback
         if bar is not None:
             plain = bar.get_metrics
 
             def with_ours(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, object]:
-                return {**plain(trainer, pl_module), **self.shown()}
+                return {**self.shown(), **plain(trainer, pl_module)}  # a metric of the module's may have one of our names
 
             self._patches.replace(bar, "get_metrics", with_ours)
 
@@ -106,7 +106,7 @@ class OffloadMonitor(_Base):
         if (reading := meter.batch_ended(trainer)) is None:  # gradients accumulate
             return
         self.last, self._per_step, self._tokens = reading, self._tokens, 0
-        if trainer.loggers and reading.step % vars(trainer)["log_every_n_steps"] == 0:
+        if reading.is_logged(trainer):
             speeds = {f"{_STAGE}{self.separator}{name}": value for name, value in throughput.compute().items()}
             for logger in trainer.loggers:
                 self._log(logger, {**speeds, **reading.metrics()}, reading)

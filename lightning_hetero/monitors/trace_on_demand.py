@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 _MOST_STEPS = 16  # of which the runtime keeps the spans
 _SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGWINCH")
+# By signal: the callbacks that it asks, and what gives it back to the handler before them.
+_listeners: dict[int, tuple[list[TraceOnDemand], Callable[[], object]]] = {}
 
 
 class TraceOnDemand(_Base):
@@ -45,13 +47,14 @@ class TraceOnDemand(_Base):
     Args:
         folder: Where the folders go. Default: the Trainer's ``default_root_dir``.
         steps: Optimizer steps of one recording.
-        at_step: A number of optimizer steps after which to record, without being asked.
+        at_step: A number of optimizer steps after which each fit records, without being asked. If a
+            batch makes several, the first batch after it begins the recording.
         on_signal: A signal that asks, such as ``"SIGUSR1"``: ``kill -USR1 PID``. Its handler is
             restored as training ends. ``None``: no signal does.
 
     Raises:
-        ConfigError: ``steps`` or ``on_signal`` is not allowed; or, as a fit begins, the Trainer's
-            strategy does not offload.
+        ConfigError: ``steps``, ``at_step`` or ``on_signal`` is not allowed; or, as a fit begins,
+            the Trainer's strategy does not offload.
     """
 
     @with_hints
@@ -60,17 +63,18 @@ class TraceOnDemand(_Base):
     ) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= _MOST_STEPS:
             raise ConfigError(f"steps={steps!r}; allowed: an integer from 1 to {_MOST_STEPS}.")
+        if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 0):
+            raise ConfigError(f"at_step={at_step!r}; allowed: an integer of at least 0, or None.")
         if on_signal is not None and on_signal not in _SIGNALS:
             raise ConfigError(f"on_signal={on_signal!r}; allowed: {', '.join(_SIGNALS)}.{did_you_mean(on_signal, _SIGNALS)}")
         self.folder, self.steps, self.at_step, self.on_signal = folder, steps, at_step, on_signal
         self.written: list[Path] = []  # the folders of this process's recordings, in order
-        self._asked = False
+        self._asked = self._due = False  # by the user; by ``at_step``
         self._meter: Meter | None = None
         self._first: int | None = None  # the recorder's number of the first step of a recording under way
         self._readings: list[Reading] = []
         self._tokens = 0
         self._is_between = True  # two optimizer steps, and not two batches of one
-        self._restore: Callable[[], object] | None = None  # gives the signal back to the handler before
 
     def request(self) -> None:
         """Asks for a recording; it begins before the next training batch."""
@@ -80,20 +84,22 @@ class TraceOnDemand(_Base):
         """Listens to the signal."""
         self._meter = meter_of(run_of(trainer, type(self).__name__))
         self._first, self._is_between = None, True
+        self._due = trainer.global_step == self.at_step
         if self.on_signal is not None and threading.current_thread() is threading.main_thread():
             number = signal.Signals[self.on_signal]
-            before = signal.signal(number, lambda number, frame: self.request())
-            self._restore = partial(signal.signal, number, before)
+            if number not in _listeners:
+                _listeners[number] = [], partial(signal.signal, number, signal.signal(number, _heard))
+            _listeners[number][0].append(self)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
         """Begins a recording, between two steps."""
         run = run_of(trainer, type(self).__name__)
         if run.session is None or self._first is not None or not self._is_between:
             return
-        begins = trainer.global_step == self.at_step and not self.written
-        if begins or self._asked:
-            self._asked, recorder = False, run.session.recorder
+        if (self._asked or self._due) and self._meter is not None:
+            self._asked, self._due, recorder = False, False, run.session.recorder
             self._first, self._readings, self._tokens = recorder.step, [], 0
+            self._meter.recordings += 1
             if not recorder.enabled:
                 recorder.switch(run.executor.lanes, on=True)
             log.info("recording %d steps.", self.steps)
@@ -104,6 +110,7 @@ class TraceOnDemand(_Base):
         """Ends a recording after its last step, and writes it."""
         reading = None if self._meter is None else self._meter.batch_ended(trainer)
         self._is_between = reading is not None
+        self._due |= reading is not None and self.at_step is not None and reading.passes(self.at_step)
         if self._first is None:
             return
         self._tokens += num_tokens(batch)
@@ -125,23 +132,27 @@ class TraceOnDemand(_Base):
 
     def _listen_no_more(self) -> None:
         self._meter = self._first = None
-        restore, self._restore = self._restore, None
-        if restore is not None:
-            restore()
+        for number, (listening, give_back) in list(_listeners.items()):
+            if self in listening:
+                listening.remove(self)
+                if not listening:
+                    del _listeners[number]
+                    give_back()
 
     def _write(self, trainer: pl.Trainer) -> None:
         run, first = run_of(trainer, type(self).__name__), self._first
         self._first = None
-        if run.session is None or first is None:
+        if run.session is None or first is None or self._meter is None:
             return
+        self._meter.recordings -= 1
         run.session.drain()  # the last step's updates and its commit belong to it
         run.executor.store.files.wait_for_commit()
         recorder = run.session.recorder
         spans = tuple(span for span in recorder.trace().spans if first <= span.step < first + len(self._readings))
-        if not run.options.trace:
+        if not run.options.trace and not self._meter.recordings:
             recorder.switch(run.executor.lanes, on=False)
-        offset = self._readings[0].step - first  # the recorder counts from the fit's begin
-        trace = Trace(spans=tuple(replace(span, step=span.step + offset) for span in spans))
+        # The recorder counts batches that end in steps, from the fit's begin.
+        trace = Trace(spans=tuple(replace(span, step=self._readings[span.step - first].step) for span in spans))
         if not trainer.is_global_zero:
             return
         root = Path(trainer.default_root_dir if self.folder is None else self.folder)
@@ -149,6 +160,11 @@ class TraceOnDemand(_Base):
         _save(run, trace, _record(run, self._readings, self._tokens // len(self._readings)), folder)
         self.written.append(folder)
         log.info("%d recorded steps are in %s; `lightning-hetero report %s` shows them.", len(self._readings), folder, folder)
+
+
+def _heard(number: int, frame: object) -> None:
+    for one in _listeners[number][0]:
+        one.request()
 
 
 def _record(run: OffloadRun, readings: list[Reading], tokens: int) -> RunRecord:

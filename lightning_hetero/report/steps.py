@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from lightning_hetero.ir.schedule import Lane
 from lightning_hetero.ir.stalls import Stall, describe, op_of_block, stalls
@@ -65,7 +66,11 @@ def _windows(trace: Trace) -> dict[int, tuple[float, float]]:
             computes.setdefault(span.step, []).append(span)
     begins = {step: min(s.start_s for s in row) for step, row in sorted(computes.items())}
     whole = [step for step in begins if any(s.name.startswith("B ") for s in computes[step])]
-    return {step: (begins[step], begins.get(step + 1, max(s.end_s for s in computes[step]))) for step in whole}
+    following = dict(pairwise(begins))  # numbers may skip: several optimizers make several steps
+    return {
+        step: (begins[step], begins[following[step]] if step in following else max(s.end_s for s in computes[step]))
+        for step in whole
+    }
 
 
 def traffic(strip: Strip) -> list[tuple[str, str, str, str]]:

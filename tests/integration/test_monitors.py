@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, ThroughputMonitor, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from support.machines import HARDWARE
@@ -309,10 +310,126 @@ def test_a_strategy_that_records_anyway_goes_on_recording(tmp_path: Path) -> Non
     assert {span.step for span in Trace.from_chrome((tracer.written[0] / "trace.json").read_text()).spans} == {2}
 
 
+def recorded(tracer: TraceOnDemand) -> list[tuple[set[int], list[int]]]:
+    """The steps of each recording, by its trace and by its record."""
+    return [
+        (
+            {s.step for s in Trace.from_chrome((f / "trace.json").read_text()).spans},
+            [s.step for s in RunRecord.load(f / "run.json").steps],
+        )
+        for f in tracer.written
+    ]
+
+
+def test_recordings_at_the_same_time_are_both_whole(tmp_path: Path) -> None:
+    short, long = TraceOnDemand(tmp_path / "1", steps=2, at_step=1), TraceOnDemand(tmp_path / "2", steps=3, at_step=2)
+    trainer = fit(tmp_path, short, long)
+    assert recorded(short) == [({2, 3}, [2, 3])]
+    assert recorded(long) == [({3, 4, 5}, [3, 4, 5])]
+    assert max(span.step for span in trainer.strategy.run.trace.spans) == 4, "later steps are not recorded"
+
+
+def test_one_signal_asks_all_and_is_given_back_as_the_last_one_ends(tmp_path: Path) -> None:
+    class Ask(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    tracers = [TraceOnDemand(tmp_path / name, steps=1, on_signal="SIGUSR1") for name in "ab"]
+    fit(tmp_path, Ask(), *tracers)
+    assert [recorded(tracer) for tracer in tracers] == [[({3}, [3])]] * 2
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_recording_that_was_asked_for_does_not_replace_that_of_at_step(tmp_path: Path) -> None:
+    tracer = TraceOnDemand(tmp_path, steps=2, at_step=1)
+    tracer.request()
+    fit(tmp_path, tracer)
+    assert recorded(tracer) == [({1, 2}, [1, 2]), ({3, 4}, [3, 4])]
+    fit(tmp_path, tracer, max_steps=2)
+    assert recorded(tracer)[2:] == [({2}, [2])], "each fit records"
+
+
+class TwoOptimizers(LitModel):
+    """Steps both in each batch, so ``global_step`` is even after it."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe())
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.AdamW(part, lr=1e-3, fused=True) for part in (parameters[:4], parameters[4:])]
+
+
+def test_a_batch_with_several_steps_skips_no_log_and_no_recording(tmp_path: Path) -> None:
+    logger, tracer = CSVLogger(tmp_path), TraceOnDemand(tmp_path, steps=2, at_step=3)
+    trainer = quiet_trainer(
+        strategy=HeteroOffloadStrategy(**DISK), callbacks=[OffloadMonitor(), DiskWear(), tracer], default_root_dir=tmp_path,
+        max_steps=12, logger=logger, log_every_n_steps=5,
+    )  # fmt: skip
+    trainer.fit(TwoOptimizers(), data())
+    assert recorded(tracer) == [({6, 8}, [6, 8])]
+    assert [int(row["step"]) for row in rows(logger) if "hetero_offload/step_s" in row] == [6, 10]
+
+
+def test_a_trainer_that_never_logs_is_not_logged_to(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, OffloadMonitor(), DiskWear(), logger=logger, log_every_n_steps=0, max_steps=3)
+    assert not (Path(logger.log_dir) / "metrics.csv").exists()
+
+
+def test_a_fit_shows_nothing_of_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor, worn, shown = OffloadMonitor(), DiskWear(), []
+
+    class Look(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            shown.append((monitor.shown(), worn.wear))
+
+    fit(tmp_path, monitor, worn)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="lightning_hetero"):
+        fit(tmp_path, monitor, worn, Look(), strategy=HeteroOffloadStrategy("host"), max_steps=1)
+    assert shown == [({}, None)]
+    assert "disk wear: " not in caplog.text, "a single step says nothing of the others"
+
+
+def test_the_progress_bar_keeps_metrics_that_have_our_names(tmp_path: Path) -> None:
+    class Mine(LitModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("step", 7.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            seen.append(trainer.progress_bar_callback.get_metrics(trainer, pl_module)["step"])
+
+    trainer = quiet_trainer(
+        strategy=HeteroOffloadStrategy("host"), callbacks=[OffloadMonitor(), Look()], default_root_dir=tmp_path, max_steps=3,
+        enable_progress_bar=True,
+    )  # fmt: skip
+    trainer.fit(Mine(Recipe()), data())
+    assert seen[1:] == [7.0, 7.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"steps": 17}, "steps=17; allowed: an integer from 1 to 16"), ({"on_signal": "SIGUSR"}, "Did you mean 'SIGUSR1'")],
-    ids=["steps", "signal"],
+    [
+        ({"steps": 17}, "steps=17; allowed: an integer from 1 to 16"),
+        ({"on_signal": "SIGUSR"}, "Did you mean 'SIGUSR1'"),
+        ({"at_step": "100"}, "at_step='100'; allowed: an integer of at least 0"),
+        ({"at_step": -1}, "at_step=-1"),
+    ],
+    ids=["steps", "signal", "text", "negative"],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
