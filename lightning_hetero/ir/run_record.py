@@ -104,11 +104,25 @@ class RunRecord:
         numbers, texts = ("tokens", "rated_bytes", "worn_bytes"), ("drive", "rated_by")
         check_keys(data, required=("model", "steps", "tensors"), optional=(*numbers, *texts), where=where)
         try:
-            steps = tuple(RecordedStep(**row) for row in data["steps"])
-            tensors = tuple(RecordedTensor(**{**row, "shape": tuple(row["shape"])}) for row in data["tensors"])
+            steps = tuple(_step(RecordedStep(**row), where) for row in data["steps"])
+            tensors = tuple(_tensor(RecordedTensor(**{**row, "shape": tuple(row["shape"])}), where) for row in data["tensors"])
         except (TypeError, KeyError) as error:
-            raise ConfigError(f"{where}: a row of its steps or tensors has other keys ({error}). Record the run anew.") from None
+            raise ConfigError(f"{where}: its steps or tensors are not those of a run ({error}). Record the run anew.") from None
         given = [key for key in numbers if key in data]
         rest: dict[str, Any] = {key: number(data[key], key=key, where=where, whole=key == "tokens") for key in given}
         rest |= {key: str(data[key]) for key in texts if key in data}
         return cls(model=str(data["model"]), steps=steps, tensors=tensors, **rest)
+
+
+def _step(row: RecordedStep, where: str) -> RecordedStep:
+    for key, value in asdict(row).items():
+        number(value, key=key, where=where, whole=key != "seconds")
+    return row
+
+
+def _tensor(row: RecordedTensor, where: str) -> RecordedTensor:
+    for size in (*row.shape, row.num_bytes):
+        number(size, key=f"a size of {row.name!r}", where=where, whole=True)
+    if not all(isinstance(text, str) for text in (row.name, row.block, row.dtype)):
+        raise TypeError(f"a tensor is named {row.name!r}, of {row.dtype!r} in {row.block!r}")
+    return row

@@ -6,6 +6,7 @@ The runtime records it, and the simulator predicts it in the same form.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,7 @@ from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.codec import parse_object
+from lightning_hetero.ir.schedule import Lane
 
 WAIT = "wait "  # prefix of the names of compute's waits; the anchor follows
 
@@ -106,7 +108,7 @@ class Trace:
         try:
             lanes = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
             return cls(spans=tuple(_span(event, lanes) for event in events if event["ph"] == "X"))
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{source} is a trace of another program: {error!r} in one of its events. Give one that `simulate --trace` or "
                 f"TraceOnDemand has written."
@@ -132,19 +134,30 @@ class Trace:
 
 
 def _span(event: Mapping[str, Any], lanes: Mapping[int, str]) -> Span:
-    begin_s, more = event["ts"] / 1e6, event["args"]
-    waited_s = more.get("waited_us", 0.0) / 1e6
+    more = event["args"]
+    begin_s, took_s, waited_s = (_seconds(us) for us in (event["ts"], event["dur"], more.get("waited_us", 0.0)))
+    lane, step, num_bytes, waited_for = lanes[event["tid"]], more["step"], more["bytes"], more.get("waited_for", "")
+    if not all(isinstance(text, str) for text in (event["name"], waited_for)):
+        raise TypeError("a name that is no text")
+    if not isinstance(step, int) or not isinstance(num_bytes, int) or num_bytes < 0:
+        raise ValueError(f"{num_bytes!r} bytes in step {step!r}")
     is_op = not event["name"].startswith(WAIT) and waited_s > 0
     return Span(
-        step=more["step"],
+        step=step,
         name=event["name"],
-        lane=lanes[event["tid"]],
+        lane=Lane(lane).value,
         start_s=begin_s,
-        end_s=begin_s + event["dur"] / 1e6,
-        num_bytes=more["bytes"],
-        waited_for=more.get("waited_for", ""),
+        end_s=begin_s + took_s,
+        num_bytes=num_bytes,
+        waited_for=waited_for,
         issued_s=begin_s - waited_s if is_op else None,
     )
+
+
+def _seconds(us: float) -> float:
+    if not math.isfinite(us):
+        raise ValueError(f"{us} µs")
+    return us / 1e6
 
 
 def _union_s(intervals: Iterable[tuple[float, float]]) -> float:

@@ -208,8 +208,42 @@ def test_a_run_record_survives_its_file_and_refuses_others(tmp_path: Path) -> No
     assert RunRecord.load(written(tmp_path / "run.json", record.to_json())) == record
     with pytest.raises(ConfigError, match="missing keys \\['steps', 'tensors'\\]"):
         RunRecord.load(written(tmp_path / "run.json", '{"model": "M"}'))
-    with pytest.raises(ConfigError, match="has other keys"):
+    with pytest.raises(ConfigError, match="are not those of a run"):
         RunRecord.load(written(tmp_path / "run.json", '{"model": "M", "steps": [{"step": 1}], "tensors": []}'))
+
+
+STEP = {
+    "step": 1, "seconds": 1.0, "host_bytes": 1, "device_bytes": 0, "disk_bytes": 0, "read_bytes": 0, "written_bytes": 0,
+}  # fmt: skip
+TENSOR = {"name": "w", "block": "b", "shape": [2], "dtype": "float32", "num_bytes": 8, "trains": True}
+
+
+@pytest.mark.parametrize("change", [
+    {"seconds": "1"}, {"seconds": float("nan")}, {"host_bytes": -5}, {"written_bytes": None}, {"step": 1.5},
+    {"shape": "ab"}, {"shape": 5}, {"num_bytes": "x"}, {"name": 5}, {"block": ["x"]},
+], ids=str)  # fmt: skip
+def test_a_record_with_a_wrong_value_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    step, tensor = ({**row, **change} if change.keys() <= row.keys() else row for row in (STEP, TENSOR))
+    path = written(tmp_path / "run.json", json.dumps({"model": "M", "steps": [step], "tensors": [tensor]}))
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        RunRecord.load(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"ts": float("nan")}, {"dur": float("inf")}, {"dur": "1"}, {"name": 5}, {"tid": 1}, {"args": {"step": "x", "bytes": 1}},
+    {"args": {"step": None, "bytes": 1}}, {"args": {"step": 1, "bytes": "x"}},
+    {"args": {"step": 1, "bytes": 1, "waited_for": 5, "waited_us": 1}}, {"args": {"step": 1, "bytes": 1, "waited_us": "1"}},
+], ids=str)  # fmt: skip
+def test_a_trace_with_a_wrong_value_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    lanes = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
+        for number, name in enumerate(("compute", "GPU 0"))
+    ]
+    event = {"ph": "X", "name": "B a", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"step": 1, "bytes": 5}}
+    for found, code in ((event, 0), ({**event, **change}, 2)):
+        path = written(tmp_path / "trace.json", json.dumps({"traceEvents": [*lanes, found]}))
+        said = invoke("report", path, "--out", tmp_path / "r.html", code=code)
+    assert "trace.json is a trace of another program" in said.stderr
 
 
 def test_a_trace_survives_its_file() -> None:
