@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert import merges
-from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store, wrapped_models
+from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import materialize
@@ -29,6 +30,8 @@ from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_merges, stored_weights
 from lightning_hetero.units import parse_bytes
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT = ".ckpt"
 SHARD_SIZE = "5GB"  # Hugging Face's default
@@ -45,7 +48,8 @@ def export_weights(
 ) -> list[Path | str]:
     """Writes weights as a Hugging Face directory of safetensors, or as a Lightning checkpoint.
 
-    The checkpoint has weights only.
+    The checkpoint has weights only, and says which adapters PEFT has merged into them. Safetensors
+    cannot say that, so a warning does.
 
     Args:
         source: A model, also while it trains with weights on disk; or the path of a store that no
@@ -75,16 +79,23 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     path = Place.of(destination)
-    adapter, done = (None, {}) if merge is False else (_adapter(source, module, merge), _done(source, module))
+    adapter = None if merge is False else _adapter(source, module, merge)
+    done = _merges(source, module)
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
-            tensors = merged(tensors, adapter, done, ties_known=_says_ties(source))
+            tensors, done = merged(tensors, adapter, merges.whole(done.values()), ties_known=_says_ties(source)), {}
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:
-            _write_checkpoint(path, {t.name: t for t in tensors})
+            _write_checkpoint(path, {t.name: t for t in tensors}, done)
             return [_named(path)]
+        if any(row["adapters"] for row in done.values()):
+            log.warning(
+                "adapters are merged into the weights that %s gets, and its files cannot say so: whoever loads them with the "
+                "adapters applies these twice. Export with merge=True, or call unmerge_adapter() first.",
+                path,
+            )
         return [_named(file) for file in write_directory(path, tensors, max_shard_bytes=shard_bytes)]
 
 
@@ -127,7 +138,7 @@ def import_weights(
         converted = {id(t): replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in stored.values()}
         stored = {name: converted[id(t)] for name, t in stored.items()}
     begin = f"{module}." if module else ""
-    _write_checkpoint(path, {begin + name: tensor for name, tensor in stored.items()})
+    _write_checkpoint(path, {begin + name: tensor for name, tensor in stored.items()}, {})
     return _named(path)
 
 
@@ -162,19 +173,19 @@ def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str
     )
 
 
-def _done(source: nn.Module | str | os.PathLike[str], module: str) -> dict[str, bool]:
-    """The adapters that layers of a source have merged, each with whether all layers have it."""
+def _merges(source: nn.Module | str | os.PathLike[str], module: str) -> merges.Merges:
+    """The adapters that layers of a source have merged, by their names below the module."""
     if isinstance(source, nn.Module):
-        models = wrapped_models(source, module).values()
-        return merges.whole(row for model in models for row in merges.merges_of(merges.layers_of(model)).values())
-    if (store := _store_at(source)) is not None:
+        found: object = merges.merges_of(merges.layers_of(source))
+    elif (store := _store_at(source)) is not None:
         with ExitStack() as opened:
             found = stored_merges(last_kept(opened.enter_context(StoreFiles(store)), opened))
     else:
         path = Place.of(source)
-        found = {} if path.is_dir() or path.suffix == ".safetensors" else load_checkpoint(path).get(merges.KEY, {})
+        checkpoint = {} if path.is_dir() or path.suffix == ".safetensors" else load_checkpoint(path)
+        found = checkpoint.get(merges.KEY, {}) if isinstance(checkpoint, dict) else {}
     below = f"{module}." if module else ""
-    return merges.whole(row for name, row in merges.read(found).items() if name.startswith(below))
+    return {name.removeprefix(below): row for name, row in merges.read(found).items() if name.startswith(below)}
 
 
 def _store_at(path: str | os.PathLike[str]) -> Path | None:
@@ -322,13 +333,15 @@ class _Source:
         raise AssertionError(f"{self.name}: files are read only")
 
 
-def _write_checkpoint(path: Place, tensors: Mapping[str, TensorToWrite]) -> None:
+def _write_checkpoint(path: Place, tensors: Mapping[str, TensorToWrite], done: merges.Merges) -> None:
     """The content of ``Trainer.save_checkpoint(path, weights_only=True)`` before the first step."""
     sources = {id(t): _Source(t) for t in tensors.values()}
-    checkpoint = {
+    checkpoint: dict[str, object] = {
         "epoch": 0,
         "global_step": 0,
         "pytorch-lightning_version": importlib.metadata.version("lightning"),
         "state_dict": {name: OffloadedTensor(sources[id(t)]) for name, t in tensors.items()},
     }
+    if done:
+        checkpoint[merges.KEY] = done
     save(checkpoint, path)

@@ -150,6 +150,29 @@ def test_an_export_does_not_merge_them_again(kind: str, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_checkpoint_that_an_export_writes_says_what_is_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Safetensors cannot, so the log does."""
+    module, store = Lit("dora"), tmp_path / "store"
+    trainer = fit(tmp_path, HeteroOffloadStrategy("disk", disk_path=store), module, steps=2)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    expected = validated(None, module, tmp_path)
+    other = Lit("dora")
+    for number, source in enumerate((module, store, tmp_path / "x.ckpt")):
+        export_weights(source, tmp_path / f"{number}.ckpt")
+        assert validated(str(tmp_path / f"{number}.ckpt"), other, tmp_path) == expected
+        export_weights(tmp_path / f"{number}.ckpt", tmp_path / f"below {number}.ckpt", module="model")
+        other.model.load_state_dict(torch.load(tmp_path / f"below {number}.ckpt", weights_only=True)["state_dict"])
+        assert validated(None, other, tmp_path) == expected
+        assert "twice" not in caplog.text
+        export_weights(tmp_path / f"{number}.ckpt", tmp_path / str(number))
+        assert "adapters are merged into the weights" in caplog.text
+        caplog.clear()
+    with torch.no_grad():
+        module.model.unmerge_adapter()
+    export_weights(module, tmp_path / "none")
+    assert "twice" not in caplog.text
+
+
 def test_an_export_of_weights_that_have_another_adapter_is_refused(tmp_path: Path) -> None:
     module, store = Lit(), tmp_path / "store"
     module.configure_model()
