@@ -12,6 +12,7 @@ from lightning_hetero.cli.output import console, count, print_json, seconds, wri
 from lightning_hetero.cli.plan import describe
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir import run_record
+from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.cluster_plan import is_cluster_plan
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.run_record import RecordedTensor, RunRecord
@@ -161,18 +162,26 @@ def _blocks(plan: Plan, e: Explanation | None, tensors: Sequence[RecordedTensor]
     if e is None:
         return [_measured_block(placed, mine.get(placed.name, [])) for placed in plan.blocks]
     words = {index: activations(group, e) for group in groups(plan) for index in group.indices}
-    kept_in = Tier.HOST.value if e.hardware.shared_memory else Tier.DEVICE.value
     return [
         ShownBlock(
             placed=_on_host(placed) if e.hardware.shared_memory else placed,
             weight_bytes=shape.weight_bytes,
             state_bytes=shape.state_bytes,
             activations=words[index],
-            kept_in=kept_in,
+            mostly_in=_mostly_in(e, index),
             tensors=mine.get(placed.name, []),
         )
         for index, (placed, shape) in enumerate(zip(plan.blocks, e.part.shape().blocks, strict=True))
     ]
+
+
+def _mostly_in(e: Explanation, index: int) -> str:
+    """Where most of a block's activations are. What the CPU keeps is in host memory."""
+    shared = e.hardware.shared_memory
+    saved = saved_bytes(e.part.blocks[index], e.plan.blocks[index], shared_memory=shared)
+    kept_in = Tier.HOST.value if shared else Tier.DEVICE.value
+    sizes = [(saved.kept, kept_in), (saved.to_host, Tier.HOST.value), (saved.to_disk, Tier.DISK.value)]
+    return max([*sizes, (saved.recomputed, "recomputed")], key=lambda row: row[0])[1]
 
 
 def _on_host(placed: BlockPlan) -> BlockPlan:

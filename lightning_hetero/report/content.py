@@ -20,8 +20,8 @@ class ShownBlock:
         weight_bytes: Of its weights; ``None``: not known, as without a model profile.
         state_bytes: Of its optimizer state; the same.
         activations: What happens to its activations, in words.
-        kept_in: The tier in which activations stay that are kept: ``"host"`` if the device is the
-            host.
+        mostly_in: Where most bytes of its activations are: a tier, or ``"recomputed"``; empty: not
+            known.
         tensors: Its parameters, if a run has recorded them.
     """
 
@@ -29,7 +29,7 @@ class ShownBlock:
     weight_bytes: int | None = None
     state_bytes: int | None = None
     activations: str = ""
-    kept_in: str = "device"
+    mostly_in: str = ""
     tensors: Sequence[RecordedTensor] = ()
 
 

@@ -66,7 +66,7 @@ def _cell(index: int, block: ShownBlock, what: str) -> str:
 
 def _saved_in(block: ShownBlock) -> str:
     others = {Saved.SWAP_HOST: "host", Saved.SWAP_DISK: "disk", Saved.RECOMPUTE: "recomputed"}
-    return others.get(block.placed.saved, block.kept_in)
+    return block.mostly_in or others.get(block.placed.saved, "device")
 
 
 def tier_bars(tiers: Mapping[str, Mapping[str, int]]) -> str:
@@ -149,9 +149,9 @@ def _class(kind: str) -> str:
 
 
 def busy_s(bars: Iterable[Bar]) -> float:
-    """Seconds in which at least one of the bars works."""
+    """Seconds in which at least one of the bars works; waiting is none."""
     total, end = 0.0, -math.inf
-    for bar in sorted(bars, key=lambda bar: bar.start_s):
+    for bar in sorted((bar for bar in bars if bar.kind != "wait"), key=lambda bar: bar.start_s):
         total += max(0.0, bar.end_s - max(bar.start_s, end))
         end = max(end, bar.end_s)
     return total

@@ -19,6 +19,7 @@ from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.planners.evaluation import simulation
 from lightning_hetero.report import PageContent, measured, page, predicted
 from lightning_hetero.report.content import ShownBlock
+from lightning_hetero.report.drawing import busy_s
 from lightning_hetero.report.steps import traffic
 from lightning_hetero.units import GIB
 
@@ -163,6 +164,8 @@ def test_the_predicted_step_has_the_seconds_and_bytes_of_the_simulation() -> Non
         f"{lane}, predicted" for lane in ("disk read", "CPU updates", "disk write", "host → device", "device → host")
     }
     assert strip.sentences
+    assert simulated.waits
+    assert busy_s(strip.lanes[Lane.COMPUTE]) / strip.seconds == pytest.approx(simulated.busy["compute"]), "waits are no work"
 
 
 def test_the_usual_step_of_a_trace_is_shown() -> None:
