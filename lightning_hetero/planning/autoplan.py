@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import DeviceMemoryError, OutOfMemoryBudgetError, PlanError
@@ -135,12 +136,12 @@ class Autoplan:
         """
         names = ("host",) if device is None else ("resident",) if device.is_unified else ("host", "resident")
         first, *others = (BUILTIN_PLANS[name] for name in (*names, "disk"))
+        return partial(self._known, first), *others  # a strategy can be pickled
 
-        def known(model: ModelShape) -> Plan:
-            is_known = self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks)
-            return self.plan if is_known and self.plan is not None else first(model)
-
-        return known, *others
+    def _known(self, first: Callable[[ModelShape], Plan], model: ModelShape) -> Plan:
+        if self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks):
+            return self.plan
+        return first(model)
 
     def _knows(self, sizes: Iterable[tuple[str, int]]) -> bool:
         return self.model is not None and [(b.name, b.num_params) for b in self.model.blocks] == list(sizes)
