@@ -5,29 +5,32 @@ bitsandbytes keeps weights in places that autograd's hooks for saved tensors do 
 multiplication keeps the packed weights on its node of the graph. An 8-bit layer keeps them as
 ``state.CB`` beside the parameter, for forward and backward. On a device, that memory may have other
 weights by then, and on the host ``CB`` would be a second copy. So both are made to read the
-parameter. A 4-bit layer also keeps the layout of its weights in evaluation mode. What else belongs
-to a quantized weight (scales, code books) stays in memory with its layer, and budgets count it: it
-takes a few percent of the weight. bitsandbytes is not imported; its layers are recognized by their
-attributes.
+parameter. DoRA puts another object in its place, which is taken out again. PEFT merges adapters by
+replacing it too, which ``runtime.parameter_objects`` refuses. A 4-bit layer also keeps the layout
+of its weights in evaluation mode. What else belongs to a quantized weight (scales, code books)
+stays in memory with its layer, and budgets count it: it takes a few percent of the weight.
+bitsandbytes is not imported; its layers are recognized by their attributes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import ConfigError
-from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, materialize
 from lightning_hetero.runtime.activations import foreign
 from lightning_hetero.store.raw_memory import memory_of
 from lightning_hetero.untyped import Function, Value
 
 _NODE = "MatMul4BitBackward"
+_MERGES = ("merge", "unmerge")  # of an adapter's layer
 _PACKS_ANEW = "support_avx512bf16_for_cpu"
 
 
@@ -46,7 +49,13 @@ def follow(root: nn.Module) -> list[Removable]:
             handles += [module.register_forward_hook(partial(_free_node, weight)), _Layout(module)]
             handles += _in_their_autocast(module)
         elif hasattr(state := getattr(module, "state", None), "SCB") and not getattr(state, "has_fp16_weights", True):
-            handles += [_LiveState(weight, state), *_in_their_autocast(module)]
+            handles += [_LiveState(module, state), *_in_their_autocast(module)]
+    for name, layer in root.named_modules():
+        base = layer._modules.get("base_layer")  # of an adapter
+        packed = None if base is None else base._parameters.get("weight")
+        if base is not None and packed is not None and vars(packed).get("quant_state") is not None:
+            handles += [layer.register_forward_hook(partial(_put_back, base, packed), always_call=True)]
+            handles += [_Merging(layer, packed, name)]
     return handles
 
 
@@ -102,6 +111,56 @@ def _free_node(weight: nn.Parameter, module: nn.Module, args: tuple[object, ...]
         node.tensors = _Weights(weight)
 
 
+def _put_back(base: nn.Module, weight: nn.Parameter, *_: object) -> None:
+    """DoRA gives its base layer another object with the memory that the weight has just now.
+
+    Source: PEFT 0.21, ``dequantize_module_weight``.
+    """
+    found = base._parameters["weight"]
+    if found is not None and found is not weight and found.data_ptr() == weight.data_ptr():
+        base._parameters["weight"] = weight
+
+
+class _Merging:
+    """An adapter's layer that merges 4-bit weights only if they are in memory.
+
+    PEFT recognizes them by their class, and away they have another one.
+    """
+
+    def __init__(self, layer: nn.Module, weight: nn.Parameter, name: str) -> None:
+        self._attributes = vars(layer)
+        for method in _MERGES:
+            if hasattr(layer, method):
+                self._attributes[method] = _Merge(layer, method, weight, name)
+
+    def remove(self) -> None:
+        """Its methods are its class's again."""
+        for method in _MERGES:
+            self._attributes.pop(method, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """Its ``merge`` or ``unmerge``. Copies and pickles of the layer have the class's method."""
+
+    layer: nn.Module
+    method: str
+    weight: nn.Parameter
+    name: str
+
+    def __call__(self, *args: object, **options: object) -> object:
+        if isinstance(self.weight, OffloadedParameter):
+            raise UnsupportedError(
+                f"{self.method} of {self.name!r} replaces its 4-bit weights, which are not in memory. Merge after the fit, within "
+                f"`with strategy.materialize(module)`, or with `lightning-hetero export --merge`."
+            )
+        plain: Function = getattr(type(self.layer), self.method)
+        return plain(self.layer, *args, **options)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (self.layer, self.method)
+
+
 class _Layout:
     """A 4-bit layer that keeps the layout of its packed weights.
 
@@ -120,32 +179,35 @@ class _Layout:
 
 
 class _LiveState:
-    """An 8-bit layer's state whose ``CB`` is the parameter's memory."""
+    """An 8-bit layer's state whose ``CB`` is the memory of the weight that the layer has."""
 
-    def __init__(self, weight: nn.Parameter, state: Value) -> None:
-        self._weight, self._state, self._class = weight, state, type(state)
+    def __init__(self, module: nn.Module, state: Value) -> None:
+        held: Value = module._parameters
+        self._held, self._state, self._class = held, state, type(state)
 
         def read(_: object) -> Tensor:
-            return weight.data
+            weights: Tensor = held["weight"].data
+            return weights
 
         def ignore(_: object, value: Tensor | None) -> None:
             """Layers set what they have read."""
 
         def reduce(state: Value, _: object) -> tuple[Function, tuple[object, ...]]:
             rest = {name: value for name, value in vars(state).items() if name != "CB"}
-            return _rebuilt, (self._class, rest, materialize(weight).detach())
+            return _rebuilt, (self._class, rest, materialize(held["weight"]).detach())
 
         names = {"CB": property(read, ignore), "__reduce_ex__": reduce}
-        if vars(weight).get("CB") is not None:
-            weight.__dict__["CB"] = weight.data  # the original memory is free now
+        own = vars(held["weight"])
+        if own.get("CB") is not None:
+            own["CB"] = held["weight"].data  # the original memory is free now
         state.__dict__.pop("CB", None)
         state.__class__ = type(self._class.__name__, (self._class,), names)
 
     def remove(self) -> None:
         """``CB`` is an ordinary attribute again."""
         self._state.__class__ = self._class
-        if vars(self._weight).get("CB") is None:
-            self._state.CB = self._weight.data
+        if vars(self._held["weight"]).get("CB") is None:
+            self._state.CB = self._held["weight"].data
 
 
 def _rebuilt(kind: type, rest: dict[str, object], weights: Tensor) -> object:
