@@ -17,6 +17,7 @@ from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content, Initializer, in_order_of_construction, params_of
 from lightning_hetero.runtime.kept_steps import KeptSteps
+from lightning_hetero.runtime.parameter_objects import ParameterObjects
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
 from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, parts_of, split
@@ -64,6 +65,7 @@ class ModelSetup:
             if built is not None and any(p in built for p in spec.params.values()):
                 self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
         self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes)
+        self.objects = ParameterObjects(root, self.blocks)
 
     def is_set(self, block: Block) -> bool:
         """Whether the block's memory has content."""

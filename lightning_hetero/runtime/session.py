@@ -278,6 +278,7 @@ class Session(Budgets):
 
     def promote(self) -> bool:
         """Between two batches: gives state to what trains now. Does the plan need another check?"""
+        self._setup.objects.check()
         for binding in self.bindings:
             if binding.capability is not Rule.WHOLE:  # their own ``step`` takes weights wherever they are
                 self._promote(binding)
@@ -485,11 +486,9 @@ class Session(Budgets):
             self._state_snapshot = None
 
     def keep_step(self, state: Callable[[StateFiles], str], *, last: bool) -> None:
-        """The batch of an ``optimizer.step()`` is over: commits the step and the loop's state.
-
-        See :meth:`KeptSteps.keep`.
-        """
+        """The batch of an ``optimizer.step()`` is over: commits it; see :meth:`KeptSteps.keep`."""
         self._check_process()
+        self._setup.objects.check()
         if self.executor is not None:
             for binding in self.bindings:  # the record has the groups that the batch's last hook has added
                 self._promote(binding)

@@ -36,6 +36,18 @@ def strategy(plan: str) -> Any:
     return HeteroOffloadStrategy(TIGHT if plan == "tight" else plan)
 
 
+class Merges(pl.Callback):
+    """For the time of each validation."""
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.model.merge_adapter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.model.unmerge_adapter()
+
+
 def fit(module: Module, strategy: Any, folder: Path, *callbacks: pl.Callback, steps: int = 3) -> list[Tensor]:
     torch.manual_seed(11)
     trainer = quiet_trainer(
@@ -58,6 +70,18 @@ def steady(kind: str, **lora: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_HETERO_POISON", "1")
+
+
+@pytest.mark.filterwarnings("ignore:.*erge lora module to .*rounding errors")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("plan", ["host", "disk", "device"])
+def test_merging_while_it_trains_is_refused_by_name(plan: str, kind: str, tmp_path: Path) -> None:
+    expected = fit(Module(partial(steady, kind)), "auto", tmp_path, Merges())
+    module = Module(partial(steady, kind))
+    with pytest.raises(UnsupportedError, match=REFUSAL):
+        fit(module, strategy(plan), tmp_path, Merges())
+    assert len(module.losses) in (2, 3)
+    assert module.losses == expected[: len(module.losses)]
 
 
 @pytest.mark.filterwarnings("ignore:.*erge lora module to .*rounding errors")

@@ -51,7 +51,7 @@ def build(
                 module.weight.mul_(scale)
             setattr(model.get_submodule(parent), last, (KINDS | LATE)[kind](module))
     if checkpointed:
-        model.is_loaded_in_4bit = True
+        setattr(model, "is_loaded_in_8bit" if kind.startswith("int8") else "is_loaded_in_4bit", True)
         checkpointing = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         model = peft.prepare_model_for_kbit_training(model, **checkpointing)
     torch.manual_seed(seed)

@@ -1,0 +1,51 @@
+"""The parameters of a session, as objects: code that puts others in their place is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.store.live.blocks import Block, parts_of
+
+_QUANTIZED = ("quant_state", "SCB")  # attributes of bitsandbytes' weights
+
+
+class ParameterObjects:
+    """Where modules hold the parameters of blocks.
+
+    A session moves, counts and keeps these objects. Another one would compute, and would be neither
+    on a tier nor in a kept step. A parameter that a module no longer has may have become part of a
+    parametrization.
+    """
+
+    def __init__(self, root: nn.Module, blocks: Sequence[Block]) -> None:
+        names = {id(param): name for part in parts_of(blocks) for name, param in zip(part.names, part.params, strict=True)}
+        self._rows = [
+            (module._parameters, key, param, names[id(param)])
+            for module in root.modules()
+            for key, param in module._parameters.items()
+            if id(param) in names
+        ]
+
+    def check(self) -> None:
+        """Refuses a model that has another parameter in the place of one.
+
+        Raises:
+            UnsupportedError: Names the first one.
+        """
+        for held, key, param, name in self._rows:
+            found = held.get(key)
+            if found is not param and found is not None:
+                raise UnsupportedError(_refusal(name, found))
+
+
+def _refusal(name: str, found: Tensor) -> str:
+    replaced = f"{name!r} has been replaced by another {type(found).__name__}, which is on no tier and in no kept step."
+    if any(key in vars(found) for key in _QUANTIZED):
+        return (
+            f"{replaced} PEFT's merge_adapter() and unmerge_adapter() do that with layers of bitsandbytes. Merge after the fit, or "
+            f"with `lightning-hetero export --merge`."
+        )
+    return f"{replaced} To change its values, write them into the parameter that it was, as in `weight.data = values`."
