@@ -425,8 +425,8 @@ class Executor:
 
     def _stray(self, block: Block) -> None:
         """See [Note: Strays]."""
-        if not self.plan.priority and not self.batch.in_backward:
-            self.lanes.drain()
+        if self.device is not None or not (self.plan.priority or self.batch.in_backward):
+            self.lanes.drain()  # ops under way may still bring the device's copy of the weights, or free it
         if not self.residency.unforeseen(block):
             self._step = None
 

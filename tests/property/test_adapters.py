@@ -230,12 +230,12 @@ def test_plans_do_not_change_a_bit_on_a_device(case: Case, plan: Plan, seed: int
         assert_same(fit(case, strategy, Path(folder)), fit(case, "auto", Path(folder)))
 
 
-def goes_on(case: Case, stop: int, plan: Plan) -> None:
+def goes_on(case: Case, stop: int, plan: Plan, device: EmulatedDevice | None = None) -> None:
     """A run that ends as a batch begins, and another one from its store."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         expected = fit(case, "auto", Path(folder))
-        strategy = partial(HeteroOffloadStrategy, fitting(case, plan), disk_path=store)
+        strategy = partial(HeteroOffloadStrategy, fitting(case, plan), disk_path=store, device=device)
         fit(case, strategy(), Path(folder), stop=stop)
         got = fit(case, strategy(), Path(folder), store=store)
         assert_same(got, after(expected, len(got.losses)))
@@ -245,6 +245,12 @@ def goes_on(case: Case, stop: int, plan: Plan) -> None:
 @given(case=CASES, plan=host_plans(), stop=st.integers(1, STEPS - 1))
 def test_a_run_that_ended_goes_on(case: Case, plan: Plan, stop: int) -> None:
     goes_on(case, stop, plan)
+
+
+@examples(4)
+@given(case=CASES, plan=device_plans(), stop=st.integers(1, STEPS - 1), seed=st.none() | st.integers(0, 99))
+def test_a_run_on_a_device_that_ended_goes_on(case: Case, plan: Plan, stop: int, seed: int | None) -> None:
+    goes_on(case, stop, plan, EmulatedDevice(memory="8MiB", seed=seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)

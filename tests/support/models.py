@@ -36,6 +36,7 @@ class Shape:
     unused: bool = False
     counting: bool = True  # forwards change a buffer, so that they cannot be computed again
     odd: bool = False  # blocks have a scalar, a parameter without elements, and one that is transposed
+    early_norm: bool = False  # the norm comes before the blocks, although the model has it behind them
     skips: bool = False  # every other forward leaves out the last block, and the root's positions
 
 
@@ -95,12 +96,14 @@ class Model(nn.Module):
         x = self.embed(tokens)
         if not self.shape.skips or self.forwards % 2:
             x = x + self.position
+        if self.shape.early_norm:
+            x = self.norm(x)
         for block in self.blocks[: -1 if self.shape.skips and not self.forwards % 2 else None]:
             reentrant = self.shape.recompute == "reentrant"
             x = checkpoint(block, x, use_reentrant=reentrant) if self.shape.recompute else block(x)
         if self.shape.shared:
             x = self.blocks[0](x)
-        return self.head(self.norm(x))
+        return self.head(x if self.shape.early_norm else self.norm(x))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ RUNS = {
     "mixed": Run(MIXED, Recipe(shape=SHAPE), {"trace": True}),
     "mixed, clipped": Run(MIXED, Recipe(shape=SHAPE, steps=2, accumulate=2, clip=0.3)),
     "mixed, kept": Run(MIXED, Recipe(shape=SHAPE, steps=2), kept=True),
+    "another order than foreseen": Run(MIXED, Recipe(shape=replace(SHAPE, early_norm=True), steps=2)),
     "state comes and goes": Run(Plan(name="borrowed", blocks=(BORROWED, RESIDENT)), Recipe(shape=SHAPE)),
 }
 
