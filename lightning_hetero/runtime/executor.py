@@ -165,11 +165,12 @@ class Executor:
 
     def _follow(self, signature: StepSignature | None, last: Schedule | None) -> None:
         """Begins the schedule of a step; ``last`` is what :meth:`_end_step` returned."""
-        self._step = None
+        before, self._step = self._step, None
         if signature is not None:
+            left = [] if before is None or last is None else before.left_out()
             held = self.residency.held(last)
             schedule = self._schedules.lowered(signature, *held, self.residency.weights.capacity_bytes)
-            self._step = Step(schedule, held, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial)
+            self._step = Step(schedule, held, self.handlers, self.lanes, self.recorder, self._before, self.batch.serial, left)
 
     def end_batch(self) -> None:
         """A batch ends."""

@@ -43,9 +43,11 @@ class Step:
     recorder: Recorder  # is told the ops that compute waits for
     before: Mapping[Key, Event]  # the latest op of each kind and block, of earlier steps
     serial: bool  # compute waits for each op to end
+    left: list[Event]  # UPLOADs that the step before has left out: the first anchor waits for them
     _anchor: int = 0  # the next one
     _op: int = 0  # the next one
     _ends: list[Event] = field(default_factory=list)  # of the ops so far, by their ids
+    _waited: set[int] = field(default_factory=set)  # ops that anchors have waited for
 
     @property
     def is_whole(self) -> bool:
@@ -70,7 +72,9 @@ class Step:
         needs = []
         for op in passed[-1].needs:
             needs.append(self._ends[op])
-        waits = [*needs]
+        self._waited.update(passed[-1].needs)
+        waits = [*needs, *self.left]
+        self.left = []
         for anchor in passed:
             for key in anchor.carried:
                 if key in self.before:
@@ -79,6 +83,18 @@ class Step:
             self.recorder.needs = self.recorder.names(waits)
         self.lanes.compute_waits(waits)
         return needs
+
+    def left_out(self) -> list[Event]:
+        """UPLOADs that compute has not waited for, because it has not come to their anchors.
+
+        The step is whole. The next one finds the weights on the device, so it has no edge to these.
+        """
+        left = self.left
+        for anchor in self.schedule.anchors:
+            for op in anchor.needs:
+                if op not in self._waited and self.schedule.ops[op].kind is OpKind.UPLOAD:
+                    left.append(self._ends[op])
+        return left
 
     def finish(self) -> None:
         """The verdict: submits all ops that are left, except MIRRORs and COMMIT."""
