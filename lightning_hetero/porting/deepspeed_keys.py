@@ -28,7 +28,7 @@ _PLAN = "a planner decides it for this model on this machine."
 _OVERLAP = "reads, updates and writes always overlap."
 _SCALER = (
     "torch's GradScaler begins at 2**16, doubles after 2000 good steps and halves after each overflow. To change that, pass "
-    'Trainer(plugins=MixedPrecision("16-mixed", device="cuda", scaler=torch.amp.GradScaler(...))) instead of precision.'
+    'Trainer(plugins=MixedPrecision("16-mixed", device=..., scaler=torch.amp.GradScaler(...))) instead of precision.'
 )
 _FP32 = "masters and optimizer state of 16-bit weights are fp32."
 _EXACT = "every step has the bits of plain PyTorch, so nothing is delayed or approximated."
@@ -126,7 +126,7 @@ NONE = {
     "checkpoint.*": _SAVES,
     "nebula.*": _SAVES,
     "hybrid_engine.*": "generate() works within a fit.",
-    "graph_harvesting": "no CUDA graphs are recorded.",
+    "graph_harvesting": "no graphs of kernels are recorded.",
     "timers.*": "trace=True records what happened; stall_report() says what compute waited for.",
     "progressive_layer_drop.*": _MODEL,
     "eigenvalue.*": _MODEL,

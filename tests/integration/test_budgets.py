@@ -126,7 +126,7 @@ def test_the_table_of_a_plan_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
     def shown(rows: list[BlockPlan]) -> list[str]:
         named = tuple(replace(row, name=name) for row, name in zip(rows, names, strict=True))
         made = SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None)
-        return table(Plan(name="p", blocks=named, predicted=PREDICTED), made).splitlines()  # type: ignore[arg-type]
+        return table(Plan(name="p", blocks=named, predicted=PREDICTED), made, None).splitlines()  # type: ignore[arg-type]
 
     lines = shown([memory, *[disk] * 24, memory, memory])
     assert all(len(line) <= 80 for line in lines)

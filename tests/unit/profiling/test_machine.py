@@ -77,7 +77,7 @@ def test_this_machine_is_measured(measured: HardwareProfile, once: _Once) -> Non
 
 
 def test_every_figure_says_when_and_how_it_was_measured(measured: HardwareProfile) -> None:
-    others = ("name", "world_size", "shared_memory", "contention", "source")
+    others = ("name", "world_size", "shared_memory", "unified_memory", "contention", "source")
     keys = {f.name for f in fields(HardwareProfile) if f.name not in others}
     assert keys <= set(measured.source)
     for key in ("device_flop_per_s", "disk_read_bytes_per_s", "host_dram_bytes_per_s", "cpu_update_params_per_s", "disk_duplex"):
@@ -163,6 +163,7 @@ class _Accelerated(MeasuredMachine):
     __slots__ = ()
 
     shared_memory = False  # type: ignore[assignment]
+    unified_memory = False  # type: ignore[assignment]
 
     def device_memory_bytes(self) -> int:
         return 1000
