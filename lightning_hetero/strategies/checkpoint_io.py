@@ -68,7 +68,7 @@ def _check_presence(path: object) -> None:
         return
     beside = [str(other) for other in place.parent.iterdir()] if place.parent.is_dir() else []
     raise CheckpointMissingError(
-        f"ckpt_path {str(path)!r} does not exist.{did_you_mean(path, beside)} Allowed: a checkpoint file, or a store: the "
+        f"Checkpoint file not found: {path}.{did_you_mean(path, beside)} Allowed: a checkpoint file, or a store: the "
         f"disk_path of a run that keeps its steps. To begin anew, leave ckpt_path out."
     )
 

@@ -22,9 +22,9 @@ def test_without_a_step_there_is_nothing_to_resume(tmp_path: Path) -> None:
 
 def test_a_ckpt_path_that_does_not_exist_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "run1").mkdir()
-    with pytest.raises(CheckpointMissingError, match=r"run2' does not exist\. Did you mean '.*run1'\? Allowed: a"):
+    with pytest.raises(CheckpointMissingError, match=r"run2\. Did you mean '.*run1'\? Allowed: a"):
         train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "run2")
-    with pytest.raises(CheckpointMissingError, match=r"no/where' does not exist\. Allowed: a checkpoint file, or a store"):
+    with pytest.raises(CheckpointMissingError, match=r"no/where\. Allowed: a checkpoint file, or a store"):
         train(tmp_path, offload("disk", tmp_path / "store"), RECIPE, store=tmp_path / "no" / "where")
 
 
