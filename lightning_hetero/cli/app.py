@@ -183,25 +183,10 @@ def profile(
 
 
 @app.command(epilog=epilog("plan"))
+@o.options_of_a_request
 def plan(
-    context: typer.Context,
-    model_profile: o.ModelFile = None,
-    preset_model: o.PresetModel = None,
-    model_config: o.ModelConfig = None,
-    lora: o.LoraText = None,
-    dora: o.Dora = False,
-    quantize: o.Quantize = None,
-    chunked_head: o.ChunkedHead = False,
-    batch: o.Batch = None,
-    sequence: o.Sequence = None,
-    precision: o.Precision = None,
-    hardware_profile: o.HardwareFile = None,
-    machine: o.Machine = None,
-    device: o.Device = None,
-    host_memory: o.HostMemory = None,
-    disk: o.Disk = None,
-    devices: o.Devices = None,
-    link: o.Link = None,
+    *,
+    request: o.Request,
     planner: Annotated[str, typer.Option(metavar="NAME", help='The planner, such as lohan, or "all".')] = DEFAULT,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the planner; may repeat.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan here; of all planners' the fastest.")] = None,
@@ -210,30 +195,15 @@ def plan(
     """Plans a model on a machine. Says what lives where, and how long a step will take."""
     from lightning_hetero.cli import plan as command
 
-    command.run(o.Request.of(context), planner=planner, options=option or [], out=out, as_json=as_json)
+    command.run(request, planner=planner, options=option or [], out=out, as_json=as_json)
 
 
 @app.command(epilog=epilog("explain"))
+@o.options_of_a_request
 def explain(
-    context: typer.Context,
+    *,
     plan: PlanFile,
-    model_profile: o.ModelFile = None,
-    preset_model: o.PresetModel = None,
-    model_config: o.ModelConfig = None,
-    lora: o.LoraText = None,
-    dora: o.Dora = False,
-    quantize: o.Quantize = None,
-    chunked_head: o.ChunkedHead = False,
-    batch: o.Batch = None,
-    sequence: o.Sequence = None,
-    precision: o.Precision = None,
-    hardware_profile: o.HardwareFile = None,
-    machine: o.Machine = None,
-    device: o.Device = None,
-    host_memory: o.HostMemory = None,
-    disk: o.Disk = None,
-    devices: o.Devices = None,
-    link: o.Link = None,
+    request: o.Request,
     as_json: o.Json = False,
 ) -> None:
     """Explains a plan.
@@ -245,7 +215,7 @@ def explain(
     if plan.is_file() and is_cluster_plan(plan.read_bytes()):
         from lightning_hetero.cli import explain_cluster
 
-        if given := o.Request.of(context).given():
+        if given := request.given():
             raise ConfigError(
                 f"{plan} is a cluster plan, which names its own model and cluster; {given} would change nothing. Leave it out, or "
                 f"plan anew with plan-cluster."
@@ -254,30 +224,15 @@ def explain(
         return
     from lightning_hetero.cli import explain as command
 
-    command.run(plan, o.Request.of(context), as_json=as_json)
+    command.run(plan, request, as_json=as_json)
 
 
 @app.command(epilog=epilog("simulate"))
+@o.options_of_a_request
 def simulate(
-    context: typer.Context,
+    *,
     plan: PlanFile,
-    model_profile: o.ModelFile = None,
-    preset_model: o.PresetModel = None,
-    model_config: o.ModelConfig = None,
-    lora: o.LoraText = None,
-    dora: o.Dora = False,
-    quantize: o.Quantize = None,
-    chunked_head: o.ChunkedHead = False,
-    batch: o.Batch = None,
-    sequence: o.Sequence = None,
-    precision: o.Precision = None,
-    hardware_profile: o.HardwareFile = None,
-    machine: o.Machine = None,
-    device: o.Device = None,
-    host_memory: o.HostMemory = None,
-    disk: o.Disk = None,
-    devices: o.Devices = None,
-    link: o.Link = None,
+    request: o.Request,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, for Perfetto.")] = None,
     timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture (PNG, SVG or PDF) of one step.")] = None,
     as_json: o.Json = False,
@@ -285,32 +240,17 @@ def simulate(
     """Simulates a plan. Predicts one step, and writes its trace and its timeline."""
     from lightning_hetero.cli import simulate as command
 
-    command.run(plan, o.Request.of(context), trace=trace, timeline=timeline, as_json=as_json)
+    command.run(plan, request, trace=trace, timeline=timeline, as_json=as_json)
 
 
 @app.command(epilog=epilog("report"))
+@o.options_of_a_request
 def report(
-    context: typer.Context,
+    *,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A plan file, a trace, or a folder of TraceOnDemand.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the page here.")] = Path("report.html"),
     of: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="The plan of a trace, to compare both.")] = None,
-    model_profile: o.ModelFile = None,
-    preset_model: o.PresetModel = None,
-    model_config: o.ModelConfig = None,
-    lora: o.LoraText = None,
-    dora: o.Dora = False,
-    quantize: o.Quantize = None,
-    chunked_head: o.ChunkedHead = False,
-    batch: o.Batch = None,
-    sequence: o.Sequence = None,
-    precision: o.Precision = None,
-    hardware_profile: o.HardwareFile = None,
-    machine: o.Machine = None,
-    device: o.Device = None,
-    host_memory: o.HostMemory = None,
-    disk: o.Disk = None,
-    devices: o.Devices = None,
-    link: o.Link = None,
+    request: o.Request,
     as_json: o.Json = False,
 ) -> None:
     """Shows a plan, a trace or a recorded run as one HTML page.
@@ -320,7 +260,7 @@ def report(
     """
     from lightning_hetero.cli import report as command
 
-    command.run(path, o.Request.of(context), plan=of, out=out, as_json=as_json)
+    command.run(path, request, plan=of, out=out, as_json=as_json)
 
 
 @app.command("plan-cluster", epilog=epilog("plan-cluster"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -107,15 +109,13 @@ class Request:
     link: str | None = None
 
     @classmethod
-    def of(cls, context: typer.Context) -> Request:
+    def of(cls, *, dora: bool, lora: str | None, chunked_head: bool, **others: Any) -> Request:
         """The request that the options of a command give."""
-        values = {f.name: context.params[f.name] for f in fields(cls)}
-        if context.params["dora"]:
-            if values["lora"] is None:
+        if dora:
+            if lora is None:
                 raise ConfigError("--dora says how adapters are made; give --lora too, such as --lora r=16,targets=q,v.")
-            values["lora"] += ",dora=true"
-        values["chunked_head"] = 1 if values["chunked_head"] else None
-        return cls(**values)
+            lora += ",dora=true"
+        return cls(lora=lora, chunked_head=1 if chunked_head else None, **others)
 
     def given(self) -> str:
         """The options that are given, as one writes them; empty without any."""
@@ -273,6 +273,52 @@ class Request:
 
         self._check()
         return self.model(presets.machine(device="a100-80", host_memory="1GiB"))
+
+
+# The options of a request, in the order of `--help`.
+_OPTIONS: dict[str, Any] = {
+    "model_profile": ModelFile,
+    "preset_model": PresetModel,
+    "model_config": ModelConfig,
+    "lora": LoraText,
+    "dora": Dora,
+    "quantize": Quantize,
+    "chunked_head": ChunkedHead,
+    "batch": Batch,
+    "sequence": Sequence,
+    "precision": Precision,
+    "hardware_profile": HardwareFile,
+    "machine": Machine,
+    "device": Device,
+    "host_memory": HostMemory,
+    "disk": Disk,
+    "devices": Devices,
+    "link": Link,
+}
+
+
+def options_of_a_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of a request in the place of its parameter ``request``.
+
+    typer reads a command's options from its signature, so this decorator writes a signature.
+    """
+
+    @functools.wraps(command)
+    def with_request(**given: Any) -> None:
+        request = Request.of(**{name: given.pop(name) for name in _OPTIONS})
+        command(request=request, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.name != "request":
+            parameters.append(parameter)
+            continue
+        for name, kind in _OPTIONS.items():
+            default = False if kind in (Dora, ChunkedHead) else None
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    vars(with_request)["__signature__"] = inspect.Signature(parameters)
+    with_request.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_request
 
 
 def _which_model(got: str) -> ConfigError:
