@@ -77,7 +77,7 @@ def _given(path: Path, request: Request, plan: Path | None) -> _Given:
     content = path.read_bytes()
     if is_cluster_plan(content):
         raise ConfigError(f"{str(path)!r} is a cluster plan, which has no page yet; `lightning-hetero explain {path}` shows it.")
-    if b'"traceEvents"' in content[:200]:
+    if b'"traceEvents"' in content:  # anywhere: other programs write their metadata first
         trace = _trace(path)
         if plan is None:
             return _Given(trace=trace)

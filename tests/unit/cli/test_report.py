@@ -128,6 +128,16 @@ def test_a_trace_alone_shows_what_was_measured(plan_file: Path, tmp_path: Path) 
     assert "One step, predicted over measured" in (tmp_path / "both.html").read_text(encoding="utf-8")
 
 
+def test_a_trace_is_known_by_its_events_wherever_they_are(plan_file: Path, tmp_path: Path) -> None:
+    """Programs that cut or join traces write long metadata before the events."""
+    trace = json.loads((run_folder(plan_file) / "trace.json").read_text(encoding="utf-8"))
+    path = tmp_path / "late.json"
+    path.write_text(json.dumps({"otherData": {"comment": "x" * 5000}, **trace}), encoding="utf-8")
+    out = tmp_path / "report.html"
+    invoke("report", path, "--out", out)
+    assert "late: a trace" in out.read_text(encoding="utf-8")
+
+
 def test_a_run_without_profiles_shows_its_plan_and_its_trace(plan_file: Path, tmp_path: Path) -> None:
     folder = run_folder(plan_file)
     resolved = DISK.resolve([block.name for block in MODEL.blocks])
