@@ -217,8 +217,17 @@ def table(plan: Plan, autoplan: Autoplan, rival: Plan | None) -> str:
     if plan.predicted is not None:
         console.print(_prediction(plan.predicted))
         if rival is not None and rival.predicted is not None:
-            console.print(f"           the next best, plan {rival.name!r}, would take {rival.predicted.iteration_s:.3g} s a step")
+            console.print(f"           {_compared(rival.name, rival.predicted.iteration_s, plan.predicted.iteration_s)}")
     return screen.getvalue().rstrip()
+
+
+def _compared(rival: str, rival_s: float, chosen_s: float) -> str:
+    """What the next best plan would take. A faster one was left out because too little is gained."""
+    percent = round(100 * (rival_s / chosen_s - 1))
+    if percent < 0:
+        return f"plan {rival!r} would take {-percent} % less, within the error of predictions"
+    more = f"{percent} % more" if percent else "the same"
+    return f"the next best, plan {rival!r}, would take {rival_s:.3g} s a step, {more}"
 
 
 def _groups(plan: Plan, *, on_device: bool) -> list[tuple[list[str], tuple[str, str, str]]]:

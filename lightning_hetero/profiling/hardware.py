@@ -191,7 +191,7 @@ class _Benchmarks:
         share = neighbours.share()
         noise = max(alone(results, name).noise for name in made)
         profile = self._profile(results, kinds, without_disk)
-        text = f"{len(results)} rounds, readings lie {noise:.0%} from their median, other processes took {share:.0%} of the CPUs"
+        text = f"rounds: {len(results)}; readings lie {noise:.0%} from their median; other processes took {share:.0%} of the CPUs"
         profile = replace(profile, source={**profile.source, "noise": text})
         taken = self.machine.whole_cpus and share > _BUSY_SHARE
         return _Measured(profile, busy=taken or noise > _BUSY_NOISE or len(results) < _LEAST_ROUNDS)

@@ -138,6 +138,22 @@ def test_the_table_of_a_plan_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert any(" 15 " in line for line in turns)
 
 
+@pytest.mark.parametrize(
+    ("rival_s", "said"),
+    [
+        (1.8, "the next best, plan 'host', would take 1.8 s a step, 20 % more"),
+        (1.502, "the next best, plan 'host', would take 1.5 s a step, the same"),
+        (1.455, "plan 'host' would take 3 % less, within the error of predictions"),  # everything in memory is preferred
+    ],
+)
+def test_the_table_of_a_plan_says_what_the_next_best_costs(rival_s: float, said: str) -> None:
+    made = SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None)
+    plan = Plan(name="p", blocks=(BlockPlan(name="layers.0"),), predicted=PREDICTED)
+    rival = replace(plan, name="host", predicted=replace(PREDICTED, iteration_s=rival_s))
+    *_, last = table(plan, made, rival).splitlines()  # type: ignore[arg-type]
+    assert last.strip() == said
+
+
 def test_a_range_of_blocks_has_the_common_part_of_its_names_once() -> None:
     assert _names(["model.layers.0", "model.layers.1", "model.layers.11"]) == "model.layers.0 … 11"
     assert _names(["model.layers.2", "model.layers.3", "model.norm"]) == "model.layers.2 … norm"
