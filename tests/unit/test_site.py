@@ -44,6 +44,35 @@ def test_every_error_has_a_line_with_its_remedy() -> None:
         assert base in {kind.__name__ for kind in classes[name].__mro__}, name
 
 
+DOCSTRING = """Has a :class:`~lightning_hetero.Plan`; see :meth:`close`, :class:`~torch.nn.Linear` and :func:`other.f`."""
+
+
+def test_roles_of_docstrings_become_links_or_code() -> None:
+    griffe = pytest.importorskip("griffe", reason="the site's tools are missing: pip install '.[docs]'")
+    extensions = griffe.load_extensions(str(ROOT / ".ci" / "docstring_roles.py"))
+    code = f"class Box:\n    {DOCSTRING!r}\n    def close(self): ...\n"
+    with griffe.temporary_visited_module(code, module_name="boxes", extensions=extensions) as module:
+        extensions.call("on_package", pkg=module, loader=None)
+        text = module["Box"].docstring.value
+    assert ":class:" not in text
+    assert "`" not in text
+    assert re.findall(r'identifier="([\w.]+)"><code>([\w.]+)<', text) == [
+        ("lightning_hetero.ir.plan.Plan", "Plan"),
+        ("boxes.Box.close", "close"),
+        ("torch.nn.Linear", "Linear"),
+        ("other.f", "other.f"),
+    ]
+
+
+def test_no_other_role_is_in_a_docstring() -> None:
+    """What the extension leaves would show as it is written."""
+    known = re.search(r":\(\?:([\w|]+)\):", (ROOT / ".ci" / "docstring_roles.py").read_text(encoding="utf-8"))
+    assert known is not None
+    package = (path.read_text(encoding="utf-8") for path in (ROOT / "lightning_hetero").rglob("*.py"))
+    roles = {role for text in package for role in re.findall(r":(\w+):`", text)}
+    assert roles <= set(known[1].split("|"))
+
+
 PAGE = (DOCS / "matrix.md").read_text(encoding="utf-8")
 MATRIX = re.findall(r"`tests/((?:unit|integration|property|faults)/\w+\.py(?:::\w+)?)`", PAGE)
 
