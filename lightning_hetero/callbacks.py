@@ -222,7 +222,7 @@ def table(plan: Plan, autoplan: Autoplan, rival: Plan | None) -> str:
 
 
 def _compared(rival: str, rival_s: float, chosen_s: float) -> str:
-    """What the next best plan would take. A faster one was left out because too little is gained."""
+    """What the next best plan would take. A faster one was left out because it gains too little."""
     percent = round(100 * (rival_s / chosen_s - 1))
     if percent < 0:
         return f"plan {rival!r} would take {-percent} % less, within the error of predictions"

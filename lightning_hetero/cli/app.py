@@ -5,6 +5,7 @@ Each body imports the modules that it needs: ``--help`` loads no planner, and ``
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -91,10 +92,12 @@ class UpToScript(TyperCommand):
 
 
 def _said(error: typer.TyperException) -> str:
-    """What is wrong with the command line. Of unknown options only near ones are proposed."""
+    """What is wrong with the command line, with near names only."""
     option = getattr(error, "option_name", None)
     if option is None:
-        return error.format_message()
+        said = error.format_message().replace("Value error, ", "")  # pydantic's word before a choice that does not exist
+        choice = re.search(r"'([^']*)' is not one of (.*)\.$", said)
+        return said + did_you_mean(choice[1], re.findall(r"'([^']*)'", choice[2])) if choice else said
     return f"No such option: {option}.{did_you_mean(option, getattr(error, 'possibilities', None) or ())}"
 
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_hetero.errors import ConfigError, HeteroError, PlanError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.codec import parse_object
@@ -21,6 +22,13 @@ from lightning_hetero.ir.schedule import Updates
 DEFAULT = "holistic"
 ALL = "all"
 OPTIONS = "options"  # key of a plan's origin: the planner's options as JSON text
+# What an option of a type may be, and in words. Planners check options of other types.
+_SIMPLE: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((float, int), "a number"),
+    int: ((int,), "a whole number"),
+    bool: ((bool,), "true or false"),
+    NoneType: ((NoneType,), "null"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,10 +191,12 @@ def _options_of(name: str, planner: Callable[..., Plan]) -> dict[str, Any]:
 
 def _typed(key: str, value: Any, kind: Any) -> Any:
     """An option's value in its planner's type: text becomes a member of an enumeration."""
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        return value
-    try:
-        return kind(value)
-    except ValueError as error:
-        known = [str(member.value) for member in kind]
-        raise ConfigError(f"--option {key}={value}; allowed: {', '.join(known)}.{did_you_mean(value, known)}") from error
+    if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, Enum)):
+        known = {str(member.value if isinstance(member, Enum) else member): member for member in get_args(kind) or kind}
+        if str(value) in known:
+            return known[str(value)]
+        raise ConfigError(f"--option {key}={value}; allowed: {', '.join(known)}.{did_you_mean(value, known)}")
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if set(kinds) <= set(_SIMPLE) and type(value) not in {allowed for one in kinds for allowed in _SIMPLE[one][0]}:
+        raise ConfigError(f"--option {key}={json.dumps(value)}; allowed: {' or '.join(_SIMPLE[one][1] for one in kinds)}.")
+    return value

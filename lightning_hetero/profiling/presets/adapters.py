@@ -234,7 +234,7 @@ def _names(target: str, layout: Layout, earlier: Mapping[str, str]) -> Iterable[
         if _ending(name, layout):
             return [name]
     known = sorted({m.name.rsplit(".", 1)[-1] for m in layout.modules if not is_tensor(m)} | set(earlier))
-    hint = did_you_mean(target, known)
+    hint = did_you_mean(target, [*known, _ALL])
     raise ConfigError(f"--lora: the model has no module {target!r}.{hint} It has {', '.join(known)}; or all-linear.")
 
 
