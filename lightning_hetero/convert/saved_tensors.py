@@ -6,6 +6,7 @@ weights of such files are copied to the store: only safetensors files are read i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class PickledTensor(StoredTensor):
         release_pages(self.value)
 
 
-def open_weights(path: object) -> WeightFiles:
+def open_weights(path: str | os.PathLike[str] | Place) -> WeightFiles:
     """The tensors of a safetensors or ``torch.save`` file, or of a directory of Hugging Face.
 
     Args:
@@ -55,7 +56,7 @@ def open_weights(path: object) -> WeightFiles:
     Raises:
         ConfigError: There is no such file, or it cannot be read without executing code in it.
     """
-    place = Place.of(path)  # type: ignore[arg-type]
+    place = Place.of(path)
     tensors: dict[str, StoredTensor] = {}
     for file in _saved_files(place):
         for name, value in _tensors_of(file).items():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -163,9 +163,11 @@ class OffloadMonitor(_Base):
     def _log(self, logger: Logger, metrics: dict[str, float], reading: Reading) -> None:
         """Logs numbers, and words where the logger has a place for them."""
         words = {_BOUND_BY: reading.bound_by} if reading.bound_by else {}
-        takes_text = any(kind.__name__ in _TEXT_TOO for kind in type(logger).__mro__)
-        logger.log_metrics(metrics=metrics | words if takes_text else metrics, step=reading.step)  # type: ignore[arg-type]
-        if words and not takes_text and reading.bound_by != self._said:
+        if _takes_text(logger):
+            logger.log_metrics(metrics={**metrics, **words}, step=reading.step)
+            return
+        logger.log_metrics(metrics=metrics, step=reading.step)
+        if words and reading.bound_by != self._said:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if callable(add_text):
                 add_text(_BOUND_BY, reading.bound_by, reading.step)
@@ -173,6 +175,14 @@ class OffloadMonitor(_Base):
     def _end(self) -> None:
         self._patches.restore()
         self._meter = self._throughput = None
+
+
+class _TextLogger(Protocol):
+    def log_metrics(self, metrics: Mapping[str, float | str], step: int) -> None: ...
+
+
+def _takes_text(logger: Logger) -> TypeGuard[_TextLogger]:
+    return any(kind.__name__ in _TEXT_TOO for kind in type(logger).__mro__)
 
 
 def _samples(batch: object) -> int:

@@ -122,7 +122,7 @@ def inner_name(name: str, module: str) -> str:
     return name.removeprefix(f"{module}.")
 
 
-class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class OperatorRecorder(TorchDispatchMode):
     """Records the operators that run while it is active; changes none of them.
 
     Args:

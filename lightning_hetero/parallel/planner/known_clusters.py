@@ -109,13 +109,11 @@ def load_cluster(path: str | Path) -> Cluster:
 def _yaml(text: str, source: str) -> Any:
     yaml: Any = import_module("yaml")  # has no types
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Reads 50e9 as a number, as in YAML 1.2 and JSON."""
-
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # reads 50e9 as a number, as in YAML 1.2 and JSON
     pattern = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789"))
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789"))
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=loader)
     except (
         yaml.YAMLError,
         ValueError,

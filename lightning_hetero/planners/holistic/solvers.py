@@ -95,7 +95,7 @@ def _clarabel(programme: Programme) -> Vector | None:
     constraints = [programme.below @ x <= programme.most, programme.equal @ x == programme.value]
     problem = cp.Problem(cp.Minimize(programme.cost @ x), constraints)
     try:
-        problem.solve(solver=cp.CLARABEL)  # type: ignore[no-untyped-call]
+        problem.solve(solver=cp.CLARABEL)
     except (cp.SolverError, ValueError) as error:
         raise UnsolvedError(f"Clarabel: {error}") from error
     if problem.status == cp.INFEASIBLE:

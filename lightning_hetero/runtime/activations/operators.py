@@ -66,11 +66,8 @@ class RandomState:
             before.restore()
 
 
-class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class OperatorMode(TorchDispatchMode):
     """Sees every operator while it is entered. Compiled code stays compiled."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -15,8 +15,9 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
 from lightning_hetero.store.format.holders import wait_for_files
@@ -257,7 +258,7 @@ class StoreDirectory:
         for slot in "ab":
             _unlink(self._held.directory_fd, f"block-{identifier:05d}.{slot}")
 
-    def new_file(self, name: str) -> BinaryIO:
+    def new_file(self, name: str) -> FileIO:
         """A file for writing, without a buffer.
 
         Raises:
@@ -266,7 +267,7 @@ class StoreDirectory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(name, flags, 0o600, dir_fd=self._held.directory_fd)
         os.fchmod(descriptor, 0o600)
-        return cast(BinaryIO, open(descriptor, "wb", buffering=0))
+        return open(descriptor, "wb", buffering=0)
 
     def remove_file(self, name: str) -> None:
         """Removes a file, if it is there."""
