@@ -7,6 +7,7 @@ gives the content of the moment when it began.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,21 +36,20 @@ class FileRun:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(ABC):
     """A tensor in the tiers."""
 
     store: TierStore
     part: Part
     index: int  # its position in the part
 
+    @abstractmethod
     def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Fresh memory for the content: flat for the engine, and in the tensor's shape."""
-        flat = own_memory(self.part.params[self.index].numel(), dtype)
-        return flat, self.part.shaped(self.index, flat)
 
+    @abstractmethod
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
-        raise NotImplementedError
 
     def read(self) -> Tensor:
         """A fresh tensor with the current content."""
@@ -75,6 +75,11 @@ class _OfParameter(_Source):
     def shape(self) -> torch.Size:
         """The parameter's shape."""
         return self.part.params[self.index].shape
+
+    def room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Fresh memory for the content: flat for the engine, and in the parameter's shape."""
+        flat = own_memory(self.part.params[self.index].numel(), dtype)
+        return flat, self.part.shaped(self.index, flat)
 
 
 @dataclass(frozen=True, slots=True)

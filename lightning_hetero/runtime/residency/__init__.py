@@ -15,8 +15,8 @@ waits before it begins.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -61,9 +61,9 @@ class Residency(ABC):
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on a lower tier than where it computes."""
 
+    @abstractmethod
     def is_released(self, block: Block) -> bool:
         """Whether the block's parameters are handles while it is not in use."""
-        return self.is_away(block)
 
     def is_on_host(self, block: Block) -> bool:
         """Whether the block has host memory that is not for fetched weights only."""
@@ -99,17 +99,17 @@ class Residency(ABC):
 
     # ---- use -------------------------------------------------------------------------------------
 
+    @abstractmethod
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary tensors until :meth:`shut`."""
-        self.parameters.open(block)
 
     @abstractmethod
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
 
+    @abstractmethod
     def provide(self, block: Block) -> None:
         """Brings weights to where the block computes, now."""
-        self.bring(block)
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters in memory become ordinary again.
@@ -127,15 +127,9 @@ class Residency(ABC):
             part.last_write.wait(READY)
             part.last_write = None
 
-    @contextmanager
-    def at_hand(self, block: Block) -> Iterator[None]:
+    @abstractmethod
+    def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """An optimizer's own code may update the block in the context."""
-        self.bring(block)
-        self.open(block)
-        try:
-            yield
-        finally:
-            self.shut(block)
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""

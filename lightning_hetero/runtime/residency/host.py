@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from lightning_hetero._native import READY
 from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.runtime.activations.autocast import WeightCasts
@@ -20,6 +23,10 @@ class HostResidency(Residency):
 
     def is_away(self, block: Block) -> bool:
         """Whether the block's weights live on disk."""
+        return block.weights_on_disk
+
+    def is_released(self, block: Block) -> bool:
+        """The parameters of a block on disk are handles between two uses."""
         return block.weights_on_disk
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
@@ -51,6 +58,24 @@ class HostResidency(Residency):
         if self._strayed or not block.resident or block.index in self.renewed:
             self.renewed.discard(block.index)
             self.bring(block)
+
+    def open(self, block: Block) -> None:
+        """A use of the block begins: its parameters are ordinary tensors."""
+        self.parameters.open(block)
+
+    def provide(self, block: Block) -> None:
+        """Brings weights into host memory, now."""
+        self.bring(block)
+
+    @contextmanager
+    def at_hand(self, block: Block) -> Iterator[None]:
+        """Weights are in memory, and parameters ordinary tensors."""
+        self.bring(block)
+        self.open(block)
+        try:
+            yield
+        finally:
+            self.shut(block)
 
     def shut(self, block: Block) -> None:
         """A use of the block ends."""
