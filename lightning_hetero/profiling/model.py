@@ -58,9 +58,9 @@ class BatchProfiler:
         self._recorder = OperatorRecorder(addresses, self._now, device_type=device_type, kept=kept) if operators else None
         # If compute is a stream, the host waits for an event of it before it reads the clock.
         self._catch_up: Callable[[], object] = float if device is None else lanes.catch_up
-        apart = device is not None and device_type != "cpu"
-        self._heap_bytes: Callable[[], int] = lanes.allocated_bytes if apart else heap_meter()
-        self._peak_bytes: Callable[[], int] = lanes.take_peak_bytes if apart else int
+        self._apart = device is not None and device_type != "cpu"
+        self._heap_bytes: Callable[[], int] = lanes.allocated_bytes if self._apart else heap_meter()
+        self._peak_bytes: Callable[[], int] = lanes.take_peak_bytes if self._apart else int
         self._timeline = Timeline(self._mark, self._note_inputs)
         self._inputs: dict[int, tuple[int, ...]] = {}
         self._handles: list[RemovableHandle] = []
@@ -188,10 +188,12 @@ class BatchProfiler:
 
     def _mark(self) -> Mark:
         recorder, now = self._recorder, self._now()
+        # Malloc walks its free memory to answer, and the host's backward is never compared.
+        heap = self._heap_bytes() if self._apart or self._timeline.phase is Phase.FORWARD else 0
         if recorder is not None:
             done = {"operators": len(recorder.ran), "events": len(recorder.events)}
-            return Mark(seconds=now, heap_bytes=self._heap_bytes(), peak_bytes=self._peak_bytes(), **done)
-        mark = Mark(seconds=now, heap_bytes=self._heap_bytes())
+            return Mark(seconds=now, heap_bytes=heap, peak_bytes=self._peak_bytes(), **done)
+        mark = Mark(seconds=now, heap_bytes=heap)
         self._looking_s += self._now() - now
         return mark
 

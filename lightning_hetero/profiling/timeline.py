@@ -68,12 +68,15 @@ class Timeline:
     Args:
         now: Makes marks.
         on_inputs: Called with the arguments of each block's first forward.
+
+    Attributes:
+        phase: What is under way.
     """
 
     def __init__(self, now: Callable[[], Mark], on_inputs: Callable[[Block, Any], None] = lambda block, inputs: None) -> None:
         self._now, self._on_inputs = now, on_inputs
         self.stretches: list[Stretch] = []
-        self._phase = Phase.FORWARD
+        self.phase = Phase.FORWARD
         self._inside: list[int] = []  # blocks whose forward is under way, outermost first
         self._current = NO_BLOCK
         self._begin: Mark | None = None
@@ -82,28 +85,28 @@ class Timeline:
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Context of compute of one phase; a nested phase interrupts the outer one."""
-        outer = self._phase, self._current, self._begin
+        outer = self.phase, self._current, self._begin
         self._cut(NO_BLOCK)
-        self._phase, self._current, self._begin = phase, NO_BLOCK, self._now()
+        self.phase, self._current, self._begin = phase, NO_BLOCK, self._now()
         try:
             yield
         finally:
             self._cut(NO_BLOCK)
-            self._phase, self._current = outer[:2]
+            self.phase, self._current = outer[:2]
             self._begin = None if outer[2] is None else self._now()
 
     def forward_begins(self, block: Block, inputs: Any) -> None:
         """Watcher."""
         if self._begin is None:
             return
-        if self._phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:
             self._on_inputs(block, inputs)
             self._inside.append(block.index)
         self._cut(block.index)
 
     def forward_ends(self, block: Block) -> None:
         """Watcher."""
-        if self._begin is None or self._phase is not Phase.FORWARD:
+        if self._begin is None or self.phase is not Phase.FORWARD:
             return
         if self._inside and self._inside[-1] == block.index:
             self._inside.pop()
@@ -111,7 +114,7 @@ class Timeline:
 
     def backward_begins(self, block: Block) -> None:
         """Watcher."""
-        if self._phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD:
             self._cut(block.index)
 
     @contextmanager
@@ -135,7 +138,7 @@ class Timeline:
             return
         mark = self._now()
         again = bool(self._outer)
-        self.stretches.append(Stretch(phase=self._phase, block=self._current, begin=self._begin, end=mark, again=again))
+        self.stretches.append(Stretch(phase=self.phase, block=self._current, begin=self._begin, end=mark, again=again))
         self._current, self._begin = following, mark
 
 

@@ -20,7 +20,7 @@ import os
 
 import psutil
 
-from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, heap_size
+from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, malloc_answers
 from lightning_hetero.units import GIB, MIB
 
 WORTH_IT = 32 * MIB
@@ -44,6 +44,9 @@ def give_free_pages_back() -> None:
 class Heap:
     """Watches the process's resident memory between anchors, until it is closed.
 
+    Malloc walks its free memory to say how much it has given out: for milliseconds in a large
+    process. So it is asked only where memory may end.
+
     Args:
         host_memory: The user's budget; ``None``: nine tenths of the free memory.
         present_bytes: The part of the budget that is in memory already.
@@ -55,12 +58,12 @@ class Heap:
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
         self._process = psutil.Process()
         # Without the engine's memory, which fills during forward.
-        self._allocated = heap_meter() if heap_size() else self._resident
+        self._allocated = heap_meter() if malloc_answers() else self._resident
         self.peak_bytes = 0  # the most resident memory at the anchors that measure it; may be set back
         self.counted_bytes = 0  # activations that the budget includes. More of them come on top
         self._apart = self._resident() - present_bytes  # memory of the process beside the model
         self.allow(host_memory)
-        self._before_forward = 0
+        self._before_forward: int | None = None  # bytes given out as the last forward began, if it was asked then
         self._activations = 0
         self._in_vain = 0  # resident memory after a trim that freed nothing
         self._last_forward: int | None = None  # bytes given out at the last anchor, if it was asked there
@@ -93,11 +96,11 @@ class Heap:
         """A step begins. Its forward fills ``coming_bytes`` that malloc does not give out."""
         if self._trim is not None:
             self.check(coming_bytes)
-        self._before_forward = self._last_forward = self._allocated()
+        self._before_forward = self._last_forward = None if self._is_far(self._resident(), coming_bytes) else self._allocated()
 
     def backward_begins(self) -> None:
         """Forward has added activations, for which an early budget has no room."""
-        if self._trim is not None:
+        if self._trim is not None and self._before_forward is not None:
             self._activations = max(self._activations, self._allocated() - self._before_forward - self.counted_bytes)
 
     def check(self, coming_bytes: int = 0) -> None:
@@ -125,14 +128,13 @@ class Heap:
         it needs. Where free memory ends, the kernel would kill the process. Once a batch has been
         profiled, the budget includes activations, and nothing is looked at here. ``coming_bytes``
         are allocated until the next anchor, beside what a block's forward adds. ``in_forward``
-        notes how much the block before has added. Malloc walks its free memory to say so, for a
-        millisecond in a large process, so it is asked only where memory may end.
+        notes how much the block before has added.
         """
         if not self._takes_what_is_free or self.counted_bytes:
             return 0
         before, self._last_forward = self._last_forward, None
         resident, coming_bytes = self._resident(), coming_bytes + _SPARE
-        if 2 * resident + coming_bytes + _NEAR <= self._limit:  # a block adds no more than the process holds then
+        if self._is_far(resident, coming_bytes):  # a block adds no more than the process holds
             return 0
         if in_forward:
             self._last_forward = self._allocated()
@@ -144,6 +146,10 @@ class Heap:
         if self._trim is not None:
             self._trim(0)
         return max(0, coming_bytes - available_memory_bytes())
+
+    def _is_far(self, resident: int, coming_bytes: int) -> bool:
+        """Whether the budget is free memory, and would hold all that the process has once more."""
+        return self._takes_what_is_free and 2 * resident + coming_bytes + _NEAR <= self._limit
 
     def _resident(self) -> int:
         resident = int(self._process.memory_info().rss)

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,12 @@ def heap_size() -> int:
     Source: mallinfo(3), ``arena`` and ``hblkhd``.
     """
     return _malloc_meter("arena")()
+
+
+@cache
+def malloc_answers() -> bool:
+    """Whether the C library says so, which one that takes the place of glibc's malloc does not."""
+    return heap_size() > 0
 
 
 def _malloc_meter(field: str) -> Callable[[], int]:

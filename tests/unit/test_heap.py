@@ -89,14 +89,13 @@ def test_memory_that_is_not_free_is_looked_for_once(heap: Heap, monkeypatch: pyt
     del held, more
 
 
-@pytest.mark.parametrize(("free", "counted", "asks"), [(8, 0, 0), (1, 0, 2), (1, 1, 0)])
-def test_malloc_is_asked_how_much_a_block_adds_only_if_memory_may_end(
+@pytest.mark.parametrize(("free", "counted", "asks"), [(8, 0, 0), (1, 0, 4), (1, 1, 2)])
+def test_malloc_is_asked_how_much_forwards_and_blocks_add_only_if_memory_may_end(
     free: int, counted: int, asks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_memory, "available_memory_bytes", lambda: free * resident_bytes())
     heap = Heap(None, present_bytes=0)
     heap.counted_bytes = counted
-    heap.forward_begins()
     asked: list[int] = []
 
     def allocated() -> int:
@@ -104,8 +103,10 @@ def test_malloc_is_asked_how_much_a_block_adds_only_if_memory_may_end(
         return 0
 
     monkeypatch.setattr(heap, "_allocated", allocated)
+    heap.forward_begins()
     for _ in range(2):
         assert heap.missing(in_forward=True) == 0
+    heap.backward_begins()
     heap.close()
     assert len(asked) == asks
 
