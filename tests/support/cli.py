@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from lightning_hetero.cli.app import app
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile, OperatorProfile
 from lightning_hetero.units import GIB, MIB
+
+# Every run would make the commands from their functions anew, which takes longer than many do.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:
