@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_hetero import EmulatedDevice
 from lightning_hetero.errors import UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -40,24 +42,44 @@ def train(folder: Path, callbacks: list[Any], *, resume: str | None = None, lora
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["log"]
     assert one["log"] == other["log"]
+    assert one["weights"].keys() == other["weights"].keys()
     assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
 
 
-@pytest.mark.parametrize("plan", ["host", "disk"])
-@pytest.mark.parametrize("options", [
-    {},
-    {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
-    {"bf16": True, "gradient_checkpointing": True},
-    {"lora": True},
-    {"max_grad_norm": 0.0},
-], ids=["clipped", "accumulated", "bf16", "lora", "unclipped"])  # fmt: skip
-def test_the_trainer_has_the_bits_that_it_has_alone(plan: str, options: dict[str, Any], tmp_path: Path) -> None:
+def device(**options: Any) -> EmulatedDevice:
+    return EmulatedDevice("2MiB", seed=1, **options)
+
+
+PLANS: dict[str, Callable[[], dict[str, Any]]] = {
+    "host": lambda: {"plan": "host"},
+    "disk": lambda: {"plan": "disk"},
+    "device": lambda: {"plan": "disk", "device": device()},
+    "device-auto": lambda: {"plan": "auto", "device": device()},
+    "unified": lambda: {"plan": "disk", "device": device(unified=True)},
+    "unified-auto": lambda: {"plan": "auto", "device": device(unified=True)},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "accumulated": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    "bf16": {"bf16": True, "gradient_checkpointing": True},
+    "lora": {"lora": True},
+    "unclipped": {"max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_trainer_has_the_bits_that_it_has_alone(options: str, tmp_path: Path) -> None:
     from lightning_hetero.loops.hugging_face import OffloadCallback
 
-    overlap = "none" if "lora" in options else "forward"
-    expected = train(tmp_path / "plain", [], **options)
-    assert_same(expected, train(tmp_path / "ours", [OffloadCallback(plan, overlap=overlap)], **options))
+    given = OPTIONS[options]
+    overlap = "none" if options == "lora" else "forward"
+    expected = train(tmp_path / "plain", [], **given)
+    for name, plan in PLANS.items():
+        callback = OffloadCallback(**plan(), overlap=overlap)
+        assert_same(expected, train(tmp_path / name, [callback], **given))
+        assert callback.loop is not None
 
 
 def test_checkpoints_of_the_trainer_go_both_ways(tmp_path: Path) -> None:
