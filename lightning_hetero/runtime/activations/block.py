@@ -46,8 +46,9 @@ from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
-from lightning_hetero.runtime.activations.recompute import Rerun, itself
+from lightning_hetero.runtime.activations.recompute import RecomputationError, Rerun, itself
 from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
+from lightning_hetero.runtime.activations.surroundings import Surroundings
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in
 
@@ -111,6 +112,9 @@ class Activations:
         self.running: list[tuple[BlockActivations, Use | Inner | None]] = []
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._blocks: list[BlockActivations] = []
+        # Recomputed tensors of the last batch and of the one before it: their blocks, and whether
+        # they have other values than in forward, on the device.
+        self._compared: tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]] = ([], [])
 
     def block(
         self, name: str, module: nn.Module, rules: BlockPlan, *, index: int = 0, weights_move: bool = True
@@ -121,7 +125,11 @@ class Activations:
         return block
 
     def begin_batch(self) -> None:
-        """A batch begins: operators are counted anew, and ops refer to its forwards."""
+        """A batch begins: operators are counted anew, and ops refer to its forwards.
+
+        Raises:
+            RecomputationError: A recomputation of the batch before the last made other values.
+        """
         while self.running:
             _, use = self.running.pop()
             if use is not None:
@@ -131,11 +139,27 @@ class Activations:
             block.begin_batch()
         self.swapper.sweep()
         self.swapper.trim()
+        last, earlier = self._compared
+        self._compared = ([], last)
+        if earlier and torch.stack([differs for _, differs in earlier]).any():  # the host waits once
+            name = next(name for name, differs in earlier if differs)
+            raise RecomputationError.of(name, "what it had saved two batches ago has other values")
+
+    def compared(self, name: str, differs: Tensor) -> None:
+        """A block has made a tensor again; ``differs``: its values are others than in forward."""
+        self._compared[0].append((name, differs))
 
     def close(self) -> None:
-        """Frees unused host memory and files; the lanes are at rest."""
-        self.begin_batch()
-        self.swapper.close()
+        """Frees unused host memory and files; the lanes are at rest.
+
+        Raises:
+            RecomputationError: A recomputation of the last two batches made other values.
+        """
+        try:
+            for _ in self._compared:
+                self.begin_batch()
+        finally:
+            self.swapper.close()
 
     def set_aside(self, storage: torch.UntypedStorage) -> None:
         """A storage was made for the runtime."""
@@ -175,7 +199,7 @@ class BlockActivations:
         self.unmet = set(self.operators)  # those of them whose tensors no forward has saved yet
         self.recomputes = Saved.RECOMPUTE in (rules.saved, *self.operators.values())  # some of its saved tensors are dropped
         self.names = OperatorNames()  # names its operators in this batch
-        self.buffers = Buffers(name, module)
+        self.buffers, self.surroundings = Buffers(name, module), Surroundings(module)
         self._model, self._device_type = model, model.lanes.device_type
         self._params = list(module.named_parameters())
         self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
@@ -296,7 +320,8 @@ class Use:
         if block.recomputes:
             self._rerun = Rerun(
                 block.name, block.module, args, kwargs, save=lambda argument: model.weights(argument) or self._save(argument, None),
-                buffers=block.buffers, device=lanes.device, allocated=lanes.allocated,
+                buffers=block.buffers, surroundings=block.surroundings, device=lanes.device, allocated=lanes.allocated,
+                compared=lambda differs: model.compared(block.name, differs),
             )  # fmt: skip
             for storage in self._rerun.copies():
                 model.set_aside(storage)
@@ -357,7 +382,7 @@ class Use:
             block.unmet.discard(made.operator)
         if policy is Saved.RECOMPUTE and self._rerun is not None and number is not None:
             saved = SavedTensor(self.recompute, block.name, number, tensor, dropped=True)
-            self._rerun.dropped[number] = weakref.ref(saved)
+            self._rerun.drop(saved, tensor)
             return saved
         home = None
         if policy in _SWAPPED and (known is None or not known.shared):

@@ -2,10 +2,12 @@
 
 [Note: Recomputation]
 A use that drops tensors keeps its arguments, saved as the plan's ``boundary`` says, the state of
-the random generators and of autocast, and the content of the buffers that its forward changes. The
-first tensor that backward misses runs the module again, on detached arguments. A pack hook counts
-the tensors that autograd saves: the n-th one equals the n-th of forward. The run stops once all
-missing tensors have been met. Its graph is thrown away, and backward goes on in the first graph.
+the random generators and of autocast, the content of the buffers that its forward changes, and
+plain attributes ([Note: Surroundings]). The first tensor that backward misses runs the module
+again, on detached arguments. A pack hook counts the tensors that autograd saves: the n-th one
+equals the n-th of forward, and samples are compared to be sure ([Note: Samples]). The run stops
+once all missing tensors have been met. Its graph is thrown away, and backward goes on in the first
+graph.
 
 This is torch's non-reentrant checkpointing, built from public parts. torch has a form for hooks
 (``torch.utils.checkpoint._checkpoint_without_reentrant_generator``, which
@@ -29,11 +31,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.operators import ForwardRecord, RandomState, Spare
+from lightning_hetero.runtime.activations.samples import differ, sample
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError, Packed, SavedTensor, maker_of
+from lightning_hetero.runtime.activations.surroundings import Surroundings
 
 
 class RecomputationError(HeteroError):
     """A block's forward did not do the same thing when it was run again."""
+
+    @classmethod
+    def of(cls, block: str, what: str) -> RecomputationError:
+        """That of a block, by its name."""
+        return cls(
+            f"{block} was recomputed and did something else than in forward: {what}. Recomputation needs a forward that repeats "
+            f"itself: no weights that torch.func has replaced, nothing that forwards change outside of buffers, numbers in "
+            f"attributes and random generators; and blocks that are compiled one by one, if at all. Else give the block "
+            f"saved='keep' or a swap in the plan."
+        )
 
 
 class _AllThere(Exception):  # noqa: N818  # no error
@@ -52,6 +66,8 @@ class Rerun:
     Args:
         save: Saves a tensor among the arguments as the plan says.
         allocated: Called with the storage of each recomputed tensor (:meth:`Lanes.allocated`).
+        compared: Called on devices other than the CPU with a boolean there: whether a recomputed
+            tensor has other values than that of forward.
     """
 
     def __init__(
@@ -63,19 +79,25 @@ class Rerun:
         *,
         save: Callable[[Tensor], Packed],
         buffers: Buffers,
+        surroundings: Surroundings,
         device: torch.device,
         allocated: Callable[[torch.UntypedStorage], None],
+        compared: Callable[[Tensor], None],
     ) -> None:
-        self._name, self._module, self._allocated = name, module, allocated
+        self._name, self._module, self._allocated, self._compared = name, module, allocated, compared
         flat, spec = tree_flatten((args, kwargs))
         self._inputs = [(leaf, leaf._version) for leaf in flat if isinstance(leaf, Tensor)]
         saved = [_Argument(save(x), x.requires_grad) if isinstance(x, Tensor) else x for x in flat]
         self._arguments: tuple[list[object], TreeSpec] | None = (saved, spec)
         self._random = RandomState.now(device)
         self._autocast = [_autocast_now(kind) for kind in dict.fromkeys((device.type, "cpu"))]
-        self._buffers = buffers.now()
+        self._buffers, self._surroundings = buffers.now(), surroundings.now()
         self.record = ForwardRecord()
-        self.dropped: dict[int, weakref.ref[SavedTensor]] = {}  # the tensors that the forward has dropped, by their numbers
+        self._dropped: dict[int, _Dropped] = {}  # the tensors that the forward has dropped, by their numbers
+
+    def drop(self, saved: SavedTensor, tensor: Tensor) -> None:
+        """The forward drops a tensor."""
+        self._dropped[saved.number] = _Dropped(weakref.ref(saved), sample(tensor))
 
     def copies(self) -> list[torch.UntypedStorage]:
         """The storages of the buffers that were copied for the recomputation."""
@@ -89,8 +111,10 @@ class Rerun:
                 copied.
         """
         inputs, self._inputs = self._inputs, []
-        if not self.dropped:
+        self._surroundings.forward_ended()
+        if not self._dropped:
             self._buffers.forget()
+            self._surroundings.forget()
             return
         if any(leaf._version != version for leaf, version in inputs):
             raise UnsupportedError(
@@ -108,8 +132,8 @@ class Rerun:
         Raises:
             RecomputationError: The forward did something else than the first time.
         """
-        alive = {number: ref() for number, ref in self.dropped.items()}
-        pending = {number: saved for number, saved in alive.items() if saved is not None and saved.tensor is None}
+        alive = {number: (dropped.saved(), dropped.sample) for number, dropped in self._dropped.items()}
+        pending = {number: (saved, then) for number, (saved, then) in alive.items() if saved is not None and saved.tensor is None}
         if self._arguments is None:
             raise RecomputationError(f"{self._name}: what forward had dropped was recomputed already, and has been given up since.")
         leaves, spec = self._arguments
@@ -117,11 +141,12 @@ class Rerun:
             args, kwargs = tree_unflatten([_given(leaf) for leaf in leaves], spec)
         except ChangedInPlaceError as error:
             raise ChangedInPlaceError(f"{self._name} cannot be recomputed, because its input has changed: {error}") from error
-        collector = _Collector(self._name, pending, self._allocated)
+        collector = _Collector(self._name, pending, self._allocated, self._compared)
         with ExitStack() as stack:
             stack.enter_context(self._random.resumed())
             for autocast in self._autocast:
                 stack.enter_context(autocast)
+            stack.enter_context(self._surroundings.as_they_were())
             stack.enter_context(self._buffers.as_they_were())
             stack.enter_context(torch.enable_grad())
             is_inside = stack.enter_context(inside())
@@ -133,24 +158,45 @@ class Rerun:
         collector.check()
         self._arguments = None  # every tensor that somebody can still ask for is there
         self._buffers.forget()
+        self._surroundings.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A tensor that a forward has dropped."""
+
+    saved: weakref.ref[SavedTensor]
+    sample: Tensor  # see [Note: Samples]
 
 
 class _Collector:
     """Counts the tensors that a recomputation saves, and takes those that are missing."""
 
-    def __init__(self, name: str, pending: dict[int, SavedTensor], allocated: Callable[[torch.UntypedStorage], None]) -> None:
-        self._name, self._pending, self._number, self._allocated = name, pending, 0, allocated
+    def __init__(
+        self,
+        name: str,
+        pending: dict[int, tuple[SavedTensor, Tensor]],
+        allocated: Callable[[torch.UntypedStorage], None],
+        compared: Callable[[Tensor], None],
+    ) -> None:
+        self._name, self._pending, self._number = name, pending, 0
+        self._allocated, self._compared = allocated, compared
 
     def collect(self, tensor: Tensor) -> Tensor:
         number, self._number = self._number, self._number + 1
         made_by = maker_of(tensor)
         tensor = tensor.detach()  # a saved tensor must not hold the graph that made it
-        saved = self._pending.pop(number, None)
+        saved, then = self._pending.pop(number, (None, tensor))
         if saved is not None:
             was = f"{tuple(saved.layout.size)} {saved.layout.dtype} of {saved.made_by or 'no node'}"
             now = f"{tuple(tensor.shape)} {tensor.dtype} of {made_by or 'no node'}"
             if was != now:
                 raise self._error(f"saved tensor {number} was {was} and is {now}")
+            differs = differ(sample(tensor), then) if tensor.stride() == saved.layout.stride else False  # the same places
+            if isinstance(differs, Tensor):
+                self._compared(differs)
+            elif differs:
+                raise self._error(f"saved tensor {number}, {was}, has other values")
             self._allocated(tensor.untyped_storage())
             saved.fill(tensor)
             if not self._pending:
@@ -162,10 +208,7 @@ class _Collector:
             raise self._error(f"it saved {self._number} tensors and {len(self._pending)} are still missing")
 
     def _error(self, what: str) -> RecomputationError:
-        return RecomputationError(
-            f"{self._name} was recomputed and did something else than in forward: {what}. Recomputation needs a forward that "
-            f"repeats itself, and blocks that are compiled one by one, if at all. Else give the block saved='keep' or a swap."
-        )
+        return RecomputationError.of(self._name, what)
 
 
 def _autocast_now(device_type: str) -> torch.autocast:
