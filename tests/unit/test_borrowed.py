@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,59 +132,62 @@ def private_names_of_torch(tree: ast.AST) -> set[str]:
     return {path for path in found if any(map(private, path.split("."))) and not path.startswith("torch.ops.")}
 
 
+@dataclass(frozen=True)
+class Names:
+    """Names in the package's files.
+
+    Attributes:
+        of_torch: Dotted paths of torch with a private part, by file.
+        own: What files define: functions, classes, variables and attributes of ``self``.
+        attributes: Private names behind a dot, or as the text that ``getattr`` or ``hasattr`` gets.
+    """
+
+    of_torch: dict[str, set[str]]
+    own: set[str]
+    attributes: set[str]
+
+
+@cache
+def names() -> Names:
+    """Each file is parsed once, and none of the trees stays."""
+    of_torch, own, attributes = {}, set(), set()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        of_torch[str(file.relative_to(PACKAGE))] = private_names_of_torch(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                attributes.add(node.attr)
+                if isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
+                    own.add(node.attr)
+            elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
+                attributes |= {str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)}
+    return Names(of_torch, own, set(filter(private, attributes)))
+
+
 def test_every_private_name_of_torch_that_the_package_uses_is_in_the_table() -> None:
     known = {row.path for row in TABLE}
     used: dict[str, str] = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for path in private_names_of_torch(ast.parse(file.read_text(encoding="utf-8"))):
+    for file, paths in names().of_torch.items():
+        for path in paths:
             # a.b of what is known as a, and what leads to a name that is known
             if not any(path == name or path.startswith(f"{name}.") or name.startswith(f"{path}.") for name in known):
-                used[path] = str(file.relative_to(PACKAGE))
+                used[path] = file
     assert used == {}
 
 
 def test_every_private_name_of_torch_in_the_table_is_used() -> None:
-    used: set[str] = set()
-    for file in PACKAGE.rglob("*.py"):
-        used |= private_names_of_torch(ast.parse(file.read_text(encoding="utf-8")))
+    used = set().union(*names().of_torch.values())
     assert [row.path for row in TORCH if not any(path == row.path or path.startswith(f"{row.path}.") for path in used)] == []
-
-
-def names_of_the_package() -> set[str]:
-    """Names that files of the package define: functions, classes, variables and attributes of
-    ``self``.
-    """
-    found = set()
-    for node in every_node():
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls"):
-            found.add(node.attr)
-    return found
-
-
-def private_attributes() -> set[str]:
-    """Private names behind a dot, or as the text that ``getattr`` or ``hasattr`` gets."""
-    found = set()
-    for node in every_node():
-        if isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr"):
-            found |= {str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)}
-    return set(filter(private, found))
-
-
-@cache
-def every_node() -> list[ast.AST]:
-    return [node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
 
 
 def test_every_private_attribute_of_others_is_in_the_table_and_used() -> None:
     known = {part for row in TABLE for part in row.path.replace(":", ".").split(".")}
-    used = private_attributes()
-    assert used - names_of_the_package() - known - NOT_BORROWED == set()
+    used = names().attributes
+    assert used - names().own - known - NOT_BORROWED == set()
     assert {name for row in ATTRIBUTES for name in row.path.replace(":", ".").split(".") if private(name)} - used == set()
 
 

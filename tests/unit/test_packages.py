@@ -98,23 +98,30 @@ def test_no_two_files_have_one_name(room: str) -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_no_two_public_classes_have_one_name() -> None:
-    found: dict[str, list[str]] = {}
+@cache
+def classes_and_asserts() -> tuple[dict[str, list[str]], list[str]]:
+    """The files of each public class, and the places of asserts that something is not ``None``."""
+    classes: dict[str, list[str]] = {}
+    asserts = []
     for path in PACKAGE.rglob("*.py"):
+        where = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+                classes.setdefault(node.name, []).append(where)
+            elif isinstance(node, ast.Assert) and any(isinstance(inner, ast.IsNot) for inner in ast.walk(node.test)):
+                asserts.append(f"{where}:{node.lineno}")
+    return classes, asserts
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    classes, _ = classes_and_asserts()
+    assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
 
 
 def test_few_asserts_say_that_something_exists() -> None:
     """An object is whole once it is made, so its attributes need no such assert."""
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assert) and any(isinstance(inner, ast.IsNot) for inner in ast.walk(node.test)):
-                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
-    assert len(found) <= 5, found
+    _, asserts = classes_and_asserts()
+    assert len(asserts) <= 5, asserts
 
 
 def test_few_lines_hide_something_from_mypy() -> None:
