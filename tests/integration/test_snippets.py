@@ -13,13 +13,12 @@ import pytest
 from support.cli import invoke
 from support.models import LitModel, Recipe, Shape, quiet_trainer
 from support.models import data as batches
+from support.profiling import make_small
 from support.ranks import start
 from support.snippets import NOT_RUN, REPLACED, SHELLS, Snippet, run, snippets
 
 from lightning_hetero import HeteroOffloadStrategy
-from lightning_hetero.profiling import hardware, loads
-from lightning_hetero.profiling import machine as machine_module
-from lightning_hetero.units import MIB
+from lightning_hetero.profiling import hardware
 
 ALL = snippets()
 PYTHON = [s for s in ALL if s.language == "python" and not s.reason]
@@ -122,9 +121,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "default_config.yaml").write_text(ACCELERATE)
     assert hardware.measure.__kwdefaults__ is not None
     monkeypatch.setitem(hardware.measure.__kwdefaults__, "seconds", 0.2)
-    monkeypatch.setattr(hardware, "_LEAST_BYTES", 4 * MIB)
-    monkeypatch.setattr(machine_module, "_HIDDEN_CPU", 64)
-    monkeypatch.setattr(loads, "_BLOCK_BYTES", 4 * MIB)
+    make_small(monkeypatch, folder / "cache")
     return folder
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lightning_hetero.profiling import machine as machine_module
+from lightning_hetero.profiling.machine import _cache_bytes
 from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.units import MIB
@@ -108,5 +108,5 @@ def test_the_last_level_of_caches_is_added_up_once_each(tmp_path: Path) -> None:
         tmp_path / "cpu",
         {f"{c}/cache/index3/{k}": v for c, row in rows.items() for k, v in zip(("shared_cpu_list", "size"), row, strict=True)},
     )
-    assert machine_module._cache_bytes(root) == 64 * MIB
-    assert machine_module._cache_bytes(tmp_path / "none") == 0
+    assert _cache_bytes(root) == 64 * MIB
+    assert _cache_bytes(tmp_path / "none") == 0

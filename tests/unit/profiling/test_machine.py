@@ -20,7 +20,6 @@ from support.profiling import make_small
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, hardware, timing
-from lightning_hetero.profiling import machine as machine_module
 from lightning_hetero.profiling.hardware import measure
 from lightning_hetero.profiling.machine import MeasuredMachine, device_of
 
@@ -47,9 +46,6 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Once]:
     path, home = tmp_path_factory.mktemp("disk"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, home)
-        # As on a machine whose caches are known: a share of memory, not their size, decides how
-        # much is moved.
-        patch.setattr(machine_module, "_cache_bytes", lambda: 0)
         before = torch.random.get_rng_state()
         profile = measure(path, device="cpu", seconds=QUICK_S)
         yield _Once(profile, path, home, before, torch.random.get_rng_state())
