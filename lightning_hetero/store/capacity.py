@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+_NO_LIMIT = 1 << 62  # what a group of the first version without a limit says is near 2 ** 63
+
 
 def available_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of host memory that are free for this process now.
@@ -143,8 +145,8 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 def _upwards(root: Path, path: str, *, limit: str, use: str, dropped: str) -> Iterator[tuple[int, int]]:
     for place in _above(path):
-        most, used = _number(root / place / limit), _number(root / place / use)
-        if most is None or used is None:
+        most = _number(root / place / limit)
+        if most is None or most >= _NO_LIMIT or (used := _number(root / place / use)) is None:
             continue
         kept = next((int(v) for k, _, v in (r.partition(" ") for r in _lines(root / place / "memory.stat")) if k == dropped), 0)
         yield most, used - min(kept, used)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from lightning_hetero.profiling.machine import _cache_bytes
+from lightning_hetero.store import capacity
 from lightning_hetero.store.capacity import available_cores, available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.units import MIB
@@ -74,6 +75,20 @@ def test_the_first_version_of_control_groups_counts_too(tmp_path: Path) -> None:
         },
     )
     assert available_memory_bytes(proc=_proc(tmp_path, "9:cpu,memory:/job"), cgroups=root) == 38 * MIB
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "limit"),
+    [("0::/job", "job/memory.max", "max"), ("4:memory:/job", "memory/job/memory.limit_in_bytes", "9223372036854771712")],
+)
+def test_a_group_without_a_limit_is_not_asked_what_it_uses(
+    line: str, name: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = _files(tmp_path / "groups", {name: f"{limit}\n"})
+    asked: list[str] = []
+    monkeypatch.setattr(capacity, "_lines", lambda path, lines=capacity._lines: asked.append(path.name) or lines(path))
+    assert available_memory_bytes(proc=_proc(tmp_path, line), cgroups=root) > 0
+    assert {*asked} == {"cgroup", Path(name).name}
 
 
 @pytest.mark.parametrize(
