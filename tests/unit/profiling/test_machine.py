@@ -79,7 +79,7 @@ def test_every_figure_says_when_and_how_it_was_measured(measured: HardwareProfil
     for key in ("device_flop_per_s", "disk_read_bytes_per_s", "host_dram_bytes_per_s", "cpu_update_params_per_s", "disk_duplex"):
         assert " UTC: " in measured.source[key]
         assert re.search(r"median of [1-9] repetitions, spread \d+ %", measured.source[key])
-    assert re.search(r"readings lie \d+% from their median, other processes took \d+% of the CPUs", measured.source["noise"])
+    assert re.search(r"readings lie \d+% from their median; other processes took \d+% of the CPUs", measured.source["noise"])
     assert {f"contention.{pair}" for pair in measured.contention} <= set(measured.source)
 
 
@@ -138,7 +138,7 @@ def test_a_busy_machine_is_said_and_measured_again_after_an_hour(
     monkeypatch.setattr(hardware, "alone", lambda *a: replace(measured(*a), noise=noise))
     monkeypatch.setattr(hardware, "rounds", lambda *a, **k: timing.rounds(*a, seconds=0.1, repetitions=1)[:1] * rounds)
     profile = measure(disk_path, device="cpu", seconds=QUICK_S, disk=False)
-    assert f"{noise:.0%} from their median, other processes took {share:.0%} of the CPUs" in profile.source["noise"]
+    assert f"{noise:.0%} from their median; other processes took {share:.0%} of the CPUs" in profile.source["noise"]
     assert ("The machine was busy while it was measured" in caplog.text) == busy
     (file,) = cache.cache_directory().glob("*.json")
     assert json.loads(file.read_text())["busy"] is busy
