@@ -132,7 +132,7 @@ def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[M
     device = replace(hardware, device_update_params_per_s=hardware.device_update_params_per_s * FASTER)
     out = {"compute": (quicker, device)}
     if not hardware.shared_memory:
-        out["link host → device"] = scaled("link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s")
+        out["link host → device"] = scaled("link_h2d_bytes_per_s")
         out["link device → host"] = scaled("link_d2h_bytes_per_s")
     if hardware.disk_read_bytes_per_s:
         out["disk"] = scaled("disk_read_bytes_per_s", "disk_write_bytes_per_s")
@@ -205,7 +205,7 @@ def scenarios(request: Request, model: ModelProfile, hardware: HardwareProfile) 
     found.append(Scenario(change="+1 SSD", model=model, hardware=with_one_more_drive(request, hardware)))
     found.append(Scenario(change="2x batch", model=_twice_the_batch(request, model, hardware), hardware=hardware))
     if not hardware.shared_memory:
-        links = ("link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s", "link_d2h_bytes_per_s")
+        links = ("link_h2d_bytes_per_s", "link_d2h_bytes_per_s")
         faster = replace(hardware, **{key: 2 * getattr(hardware, key) for key in links})
         found.append(Scenario(change="2x link", model=model, hardware=faster))
     return found

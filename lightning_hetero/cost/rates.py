@@ -32,14 +32,12 @@ class Work(IntEnum):
     DISK_READ = 5  # bytes
     DISK_WRITE = 6  # bytes
     COLLECTIVE = 7  # bytes
-    H2D_PAGEABLE = 8  # bytes that leave memory that is not page-locked
 
 
 LANES: Mapping[Work, Lane] = {
     Work.COMPUTE: Lane.COMPUTE,
     Work.DEVICE_UPDATE: Lane.COMPUTE,
     Work.H2D: Lane.H2D,
-    Work.H2D_PAGEABLE: Lane.H2D,
     Work.D2H: Lane.D2H,
     Work.CPU_UPDATE: Lane.CPU,
     Work.DISK_READ: Lane.DISK_READ,
@@ -52,7 +50,6 @@ _CONTENDER: Mapping[Work, str] = {
     Work.COMPUTE: "compute",
     Work.DEVICE_UPDATE: "compute",
     Work.H2D: "copy",
-    Work.H2D_PAGEABLE: "copy",
     Work.D2H: "copy",
     Work.CPU_UPDATE: "update",
     Work.DISK_READ: "disk",
@@ -88,8 +85,6 @@ class Rates:
         self.hardware = hardware
         h = hardware
         update = float(h.cpu_update_params_per_s * _UPDATE_BYTES)
-        link = h.link_h2d_bytes_per_s
-        pageable = min(link, h.link_h2d_pageable_bytes_per_s or link)
         self.capacity: dict[str, float] = {"dram": h.host_dram_bytes_per_s, "h2d": h.link_h2d_bytes_per_s}
         self.capacity |= {"d2h": h.link_d2h_bytes_per_s, "cpu": update, "net": h.collective_bytes_per_s, "disk": 1.0}
         # The profile's key for each kind of work, and the resulting rate.
@@ -97,7 +92,6 @@ class Rates:
             Work.COMPUTE: ("device_flop_per_s", 1.0),
             Work.DEVICE_UPDATE: ("device_update_params_per_s", h.device_update_params_per_s),
             Work.H2D: ("link_h2d_bytes_per_s", h.link_h2d_bytes_per_s),
-            Work.H2D_PAGEABLE: ("link_h2d_bytes_per_s", pageable),
             Work.D2H: ("link_d2h_bytes_per_s", h.link_d2h_bytes_per_s),
             Work.CPU_UPDATE: ("cpu_update_params_per_s", update),
             Work.DISK_READ: ("disk_read_bytes_per_s", h.disk_read_bytes_per_s),
@@ -127,8 +121,8 @@ class Rates:
     def _uses(self, work: Work) -> dict[str, float]:
         shared = self.hardware.shared_memory
         match work:
-            case Work.H2D | Work.H2D_PAGEABLE:  # the link is busy for the time of the slower copy
-                return {"h2d": self.hardware.link_h2d_bytes_per_s / self._speeds[work][1], "dram": 1.0}
+            case Work.H2D:
+                return {"h2d": 1.0, "dram": 1.0}
             case Work.D2H:
                 return {"d2h": 1.0, "dram": 1.0}
             case Work.CPU_UPDATE:

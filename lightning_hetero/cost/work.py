@@ -51,17 +51,6 @@ def stored_bytes(block: BlockProfile, placed: BlockPlan, model: ModelProfile) ->
     return weights + state
 
 
-def _copied(op: Op, placed: BlockPlan) -> Work:
-    """The kind of a transfer.
-
-    Weights on disk reach a device from pageable memory, because their pages are freed and read
-    again.
-    """
-    if op.kind is OpKind.UPLOAD and placed.weights is Tier.DISK:
-        return Work.H2D_PAGEABLE
-    return _COPIES[op.lane]
-
-
 def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount:
     """The work of an UPDATE.
 
@@ -103,4 +92,4 @@ def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, w
     block, placed = model.blocks[op.block], plan.blocks[op.block]
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
     share = (world_size - 1) / world_size if op.lane is Lane.NET else 1.0
-    return Amount(work=_copied(op, placed), units=share * num_bytes, num_bytes=num_bytes)
+    return Amount(work=_COPIES[op.lane], units=share * num_bytes, num_bytes=num_bytes)

@@ -15,6 +15,8 @@ FORMAT = "lightning-hetero-hardware"
 VERSION = 1
 
 _WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "world_size")
+# In files from when weights on disk left pageable memory; nothing does any more.
+FORMER = "link_h2d_pageable_bytes_per_s"
 _LATER = "unified_memory"  # only in the files of such machines, which the versions before it could not read
 _POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size")
 
@@ -24,7 +26,7 @@ class HardwareProfile:
     """One machine with one kind of device.
 
     A rate of 0 means that the machine cannot do this work: no disk, no update on the device, no
-    collective. There is one exception: for pageable memory 0 means that the rate is not known.
+    collective.
 
     Attributes:
         name: A display name.
@@ -44,9 +46,6 @@ class HardwareProfile:
         device_update_params_per_s: Adam on the device, elements/s.
         cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
         collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
-        link_h2d_pageable_bytes_per_s: Host to device copies from memory that is not page-locked,
-            bytes/s. Weights on disk are copied in this way. At most ``link_h2d_bytes_per_s``, which
-            also replaces a value of 0.
         world_size: Devices that train together.
         shared_memory: The device is the host's own CPU: there are no copies between them, and one
             budget for both.
@@ -75,7 +74,6 @@ class HardwareProfile:
     device_update_params_per_s: float
     cpu_downcast_params_per_s: float
     collective_bytes_per_s: float = 0.0
-    link_h2d_pageable_bytes_per_s: float = 0.0
     world_size: int = 1
     shared_memory: bool = False
     unified_memory: bool = False
@@ -106,9 +104,8 @@ class HardwareProfile:
         data = parse_object(text, what="hardware profile", source=source)
         check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
         names = [f.name for f in fields(cls)]
-        pageable = "link_h2d_pageable_bytes_per_s"
         switches = ("shared_memory", "unified_memory")
-        optional = ("collective_bytes_per_s", pageable, "world_size", *switches, "contention", "source")
+        optional = ("collective_bytes_per_s", FORMER, "world_size", *switches, "contention", "source")
         check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
         values = dict(data)
         for key in values.keys() & {"disk_duplex", *switches}:
@@ -127,6 +124,7 @@ class HardwareProfile:
             )
         for key in values.keys() - {"name", "disk_duplex", *switches, "contention", "source"}:
             values[key] = number(values[key], key=key, where=source, positive=key in _POSITIVE, whole=key in _WHOLE)
+        values.pop(FORMER, None)
         return cls(**values)
 
     @classmethod

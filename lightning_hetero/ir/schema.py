@@ -74,6 +74,12 @@ _FREE_NUMBERS = {
     (plan.Plan, "origin"),
     (cluster_plan.ClusterPlan, "origin"),
 }  # readers do not check their range
+# Keys that only files of earlier versions have.
+_FORMER: dict[type, dict[str, Any]] = {
+    hardware.HardwareProfile: {
+        hardware.FORMER: {"description": "Only in files of earlier versions; nothing uses it.", "type": "number", "minimum": 0}
+    }
+}
 _NEEDED: dict[type, list[str]] = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
 
 
@@ -117,7 +123,7 @@ def _object(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
     return {
         "description": _sentence(inspect.getdoc(kind) or ""),
         "type": "object",
-        "properties": properties,
+        "properties": properties | _FORMER.get(kind, {}),
         "required": _NEEDED.get(kind) or [f.name for f in fields(kind) if not _has_default(f)],
         "additionalProperties": False,
     }

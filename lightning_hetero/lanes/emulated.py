@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.schedule import Lane, Op, OpKind
+from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.lanes.base import Event, Moment
 from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.lanes.op import QueuedOp
@@ -49,8 +49,6 @@ class EmulatedDevice:
     Attributes:
         memory: Its size, such as ``"64MiB"``, or bytes.
         h2d_bytes_per_s: Bandwidth of copies to the device; ``None``: the speed of memory.
-        h2d_pageable_bytes_per_s: The same for weights whose host memory is not page-locked, such as
-            weights on disk; at most ``h2d_bytes_per_s``; ``None``: the same.
         d2h_bytes_per_s: Bandwidth of copies from the device.
         latency_s: Time that every op of a copy lane takes in addition.
         compute_slowdown: Time of compute as a multiple of the host's; at least 1.
@@ -69,7 +67,6 @@ class EmulatedDevice:
     memory: str | int
     _: KW_ONLY
     h2d_bytes_per_s: float | None = None
-    h2d_pageable_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
     latency_s: float = 0.0
     compute_slowdown: float = 1.0
@@ -85,11 +82,6 @@ class EmulatedDevice:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
                 raise ConfigError(f"{name}={rate!r}; allowed: a positive number of bytes per second, or None for no limit.")
-        link, pageable = self.h2d_bytes_per_s, self.h2d_pageable_bytes_per_s
-        if link is not None and pageable is not None and pageable > link:
-            raise ConfigError(
-                f"h2d_pageable_bytes_per_s={pageable!r}; allowed: at most h2d_bytes_per_s={link!r}, the rate of page-locked memory."
-            )
         if not self.latency_s >= 0:
             raise ConfigError(f"latency_s={self.latency_s!r}; allowed: seconds, at least 0.")
         if not self.compute_slowdown >= 1:
@@ -142,9 +134,6 @@ class EmulatedLanes(Lanes):
         rates = {Lane.H2D: emulated.h2d_bytes_per_s, Lane.D2H: emulated.d2h_bytes_per_s}
         sleep = self._failures.closing.wait  # ends as the lanes close
         self._links = {lane: _Link(rate, emulated.latency_s, sleep) for lane, rate in rates.items()}
-        pageable = emulated.h2d_pageable_bytes_per_s
-        self._pageable_s_per_byte = None if pageable is None else 1 / pageable
-        self._locked: set[int] = set()  # addresses of host memory that is page-locked
         rates = {Lane.CPU: emulated.cpu_update_bytes_per_s, Lane.COMPUTE: emulated.device_update_bytes_per_s}
         self._updates = {lane: _Link(rate, 0.0, sleep) for lane, rate in rates.items() if rate is not None}
 
@@ -212,18 +201,6 @@ class EmulatedLanes(Lanes):
 
         self._allocated[key] = weakref.ref(storage, freed)
 
-    def page_lock(self, memory: Tensor) -> None:
-        """Copies of weights from there have the link's own rate."""
-        self._locked.add(memory.data_ptr())
-
-    def page_unlock(self, memory: Tensor) -> None:
-        """Undoes :meth:`page_lock`."""
-        self._locked.discard(memory.data_ptr())
-
-    def _s_per_byte(self, op: Op, source: Tensor) -> float | None:
-        """The op's rate if it is not its link's: only weights lie in pageable memory."""
-        return self._pageable_s_per_byte if op.kind is OpKind.UPLOAD and source.data_ptr() not in self._locked else None
-
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts, in the time that the lane's link takes; the device converts."""
         op = self._current()
@@ -231,13 +208,12 @@ class EmulatedLanes(Lanes):
         if op is None or link is None:
             return super().copy(target, source)
         num_bytes = source.nbytes if op.op.lane is Lane.H2D else target.nbytes
-        s_per_byte = self._s_per_byte(op.op, source)
         if not self._poison:
             super().copy(target, source)
-            return link.carry(num_bytes, s_per_byte)
+            return link.carry(num_bytes)
         seen = source.clone()
         _spoil(target)
-        link.carry(num_bytes, s_per_byte)
+        link.carry(num_bytes)
         changed = (source != seen) & ((source == source) | (seen == seen))  # both NaN: the same
         super().copy(target, seen)
         _spoil(target, changed)
@@ -260,10 +236,9 @@ class _Link:
         self._used = False
         return self._free_s
 
-    def carry(self, num_bytes: int, s_per_byte: float | None = None) -> None:
-        """The op moves bytes, at the link's bandwidth or another rate; returns as they arrive."""
-        each_s = self._s_per_byte if s_per_byte is None else s_per_byte
-        self._free_s += num_bytes * each_s + (0.0 if self._used else self._latency_s)
+    def carry(self, num_bytes: int) -> None:
+        """The op moves bytes, at the link's bandwidth; returns as they arrive."""
+        self._free_s += num_bytes * self._s_per_byte + (0.0 if self._used else self._latency_s)
         self._used = True
         rest = self._free_s - now_s()
         if rest > 0:

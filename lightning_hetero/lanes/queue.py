@@ -17,6 +17,7 @@ from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.lanes.base import All, Event, Moment, OpEvent
 from lightning_hetero.lanes.memory import POISON, DeviceArena
 from lightning_hetero.lanes.op import Failures, QueuedOp
+from lightning_hetero.store.raw_memory import page_aligned
 
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
 _TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
@@ -200,9 +201,9 @@ class Lanes:
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory of this size: uint8, flat, page-locked if that speeds copies.
 
-        It is freed with its last view.
+        It begins with a page, and is freed with its last view.
         """
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = page_aligned(num_bytes)
         return buffer.fill_(POISON) if self._poison else buffer
 
     def page_lock(self, memory: Tensor) -> None:

@@ -225,7 +225,7 @@ class FitPlanning:
 
 def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
     """The machine with all rates scaled except compute's."""
-    keys = ["link_h2d_bytes_per_s", "link_h2d_pageable_bytes_per_s", "link_d2h_bytes_per_s"]
+    keys = ["link_h2d_bytes_per_s", "link_d2h_bytes_per_s"]
     keys += ["disk_read_bytes_per_s", "disk_write_bytes_per_s"]
     keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
     keys += ["device_update_params_per_s"] if machine.shared_memory else []

@@ -87,7 +87,6 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
         for rate, slowdown in ((device.cpu_update_bytes_per_s, 1.0), (device.device_update_bytes_per_s, device.compute_slowdown))
     )
     figures = ["device_memory_bytes", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "device_update_params_per_s"]
-    figures += ["link_h2d_pageable_bytes_per_s"] if device.h2d_pageable_bytes_per_s else []
     figures += ["disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_duplex"] if device.disk_bytes_per_s else []
     figures += ["cpu_update_params_per_s"] if device.cpu_update_bytes_per_s else []
     return replace(
@@ -103,7 +102,6 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
         disk_write_bytes_per_s=write,
         disk_duplex=host.disk_duplex or device.disk_bytes_per_s is not None,
         link_h2d_bytes_per_s=h2d,
-        link_h2d_pageable_bytes_per_s=device.h2d_pageable_bytes_per_s or 0.0,
         link_d2h_bytes_per_s=d2h,
         source={**host.source, **dict.fromkeys(figures, "the emulated device")},
     )

@@ -222,8 +222,8 @@ class _Benchmarks:
             reason = f"no disk tier: {error}"
         if not machine.shared_memory:
             made += machine.device_loads()
-            self.how["h2d"], self.how["d2h"] = "pinned memory to device", "device to pinned memory"
-            self.how["h2d_pageable"] = "pageable memory to device"
+            self.how["h2d"] = "memory that training page-locks to device"
+            self.how["d2h"] = "device to memory that training page-locks"
             self.how["device_update"] = "torch's fused AdamW on the device, fp32"
         return {load.name: load for load in made}, reason
 
@@ -289,7 +289,6 @@ class _Benchmarks:
             disk_capacity_bytes=0,
             device_flop_per_s=rate("device_flop_per_s", "compute"),
             link_h2d_bytes_per_s=rate("link_h2d_bytes_per_s", "h2d", no_copies),
-            link_h2d_pageable_bytes_per_s=rate("link_h2d_pageable_bytes_per_s", "h2d_pageable", no_copies),
             link_d2h_bytes_per_s=rate("link_d2h_bytes_per_s", "d2h", no_copies),
             disk_read_bytes_per_s=rate("disk_read_bytes_per_s", "read", no_disk),
             disk_write_bytes_per_s=rate("disk_write_bytes_per_s", "write", no_disk),

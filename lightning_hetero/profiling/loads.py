@@ -15,7 +15,10 @@ from torch import Tensor
 from lightning_hetero import _native
 from lightning_hetero._native import Arena, Engine, Hyper, NativePart, PartGeometry, Segment, Store, Ticket
 from lightning_hetero.clock import now_s
+from lightning_hetero.lanes.backends import BACKENDS
+from lightning_hetero.lanes.pinned import PageLocker
 from lightning_hetero.profiling.timing import Load
+from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.units import KIB, MIB, round_up
@@ -313,18 +316,22 @@ def disk_bytes(num_bytes: int) -> int:
 class Copy(Load):
     """Copies between the host and a device on a stream of its own; units: bytes.
 
+    The host's memory is what training gets: page-locked, if the machine allows it.
+
     Args:
         device: The device.
         to_device: Whether to copy to the device; otherwise to the host.
         num_bytes: Bytes of one copy.
-        pageable: Whether the host's memory is pageable, as for weights on disk.
     """
 
-    def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int, pageable: bool = False) -> None:
-        self.name = ("h2d" if to_device else "d2h") + ("_pageable" if pageable else "")
+    def __init__(self, device: torch.device, *, to_device: bool, num_bytes: int) -> None:
+        self.name = "h2d" if to_device else "d2h"
         apart = device.type != "cpu"
-        host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=apart and not pageable)
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if apart:
+            host = PageLocker(BACKENDS[device.type], there[:1].zero_, available_memory_bytes).buffer(num_bytes).zero_()
+        else:
+            host = torch.zeros(num_bytes, dtype=torch.uint8)
         self._source, self._target = (host, there) if to_device else (there, host)
         self._stream = torch.Stream(device) if apart else None
 

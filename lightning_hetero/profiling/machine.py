@@ -154,7 +154,6 @@ class MeasuredMachine:
         return [
             loads.Copy(self.device, to_device=True, num_bytes=_COPY_BYTES),
             loads.Copy(self.device, to_device=False, num_bytes=_COPY_BYTES),
-            loads.Copy(self.device, to_device=True, num_bytes=_COPY_BYTES, pageable=True),
             loads.DeviceUpdate(self.device, _DEVICE_PARAMS),
         ]
 

@@ -110,7 +110,7 @@ class WeightSource(_OfParameter):
     @property
     def address(self) -> int:
         """The parameter's fixed address. Its pages are empty while the weights are away."""
-        return self.part.memory(self.index).data_ptr()
+        return self.part.fixed_address(self.index)
 
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""

@@ -23,7 +23,6 @@ _SERVERS = {
     Work.COMPUTE: Server.COMPUTE,
     Work.DEVICE_UPDATE: Server.COMPUTE,
     Work.H2D: Server.H2D,
-    Work.H2D_PAGEABLE: Server.H2D,
     Work.D2H: Server.D2H,
     Work.CPU_UPDATE: Server.CPU,
     Work.DISK_READ: Server.DISK,

@@ -45,6 +45,12 @@ def own_memory(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype)
 
 
+def page_aligned(num_bytes: int) -> Tensor:
+    """Flat bytes with any content, which begin with a page and go back as in :func:`own_memory`."""
+    buffer = own_memory(num_bytes + (PAGE if num_bytes < _OWN_BYTES else 0), torch.uint8)
+    return buffer[-buffer.data_ptr() % PAGE :][:num_bytes]
+
+
 def advise_huge(pages: mmap.mmap, num_bytes: int) -> None:
     """Asks the system for huge pages, if the memory is large enough to have any."""
     if num_bytes >= _OWN_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):

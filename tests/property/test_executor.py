@@ -230,11 +230,9 @@ def test_without_priority_the_next_forward_waits_until_the_last_step_is_on_the_d
         assert max(s.end_s for s in stores) <= first
 
 
-def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
-    """Weights on disk leave pageable memory; counted on the emulated link, which nobody waits
-    for.
-    """
-    device = EmulatedDevice(memory="64MiB", h2d_bytes_per_s=4e9, h2d_pageable_bytes_per_s=1e9)
+def test_every_upload_has_the_predicted_rate() -> None:
+    """Weights on the host and on disk; counted on the emulated link, which nobody waits for."""
+    device = EmulatedDevice(memory="64MiB", h2d_bytes_per_s=4e9)
     host = BlockPlan(name="*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU)
     plan = Plan(name="both", blocks=(replace(ON_DISK, name="model.blocks.0", update=UpdateLane.CPU), host), device_cache_bytes=0)
     found: list[tuple[Op, int, float]] = []
@@ -242,8 +240,8 @@ def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
 
     carried = threading.local()  # several lanes copy at the same time
 
-    def carry(link: Any, size: int, each: float | None = None) -> None:
-        carried.seconds += size * (each or link._s_per_byte)
+    def carry(link: Any, size: int) -> None:
+        carried.seconds += size * link._s_per_byte
 
     def counted(lanes: EmulatedLanes, target: Any, source: Any) -> None:
         carried.seconds = 0.0
@@ -261,7 +259,7 @@ def test_every_upload_has_the_predicted_rate_of_its_source_memory() -> None:
     for op, num_bytes, seconds in found:
         amount = amount_of(replace(op, num_bytes=num_bytes), got.plan, model, shared_memory=False)  # an op counts padding too
         assert amount is not None
-        assert amount.alone_s(rates) == pytest.approx(num_bytes / (1e9 if got.plan.blocks[op.block].weights is Tier.DISK else 4e9))
+        assert amount.alone_s(rates) == pytest.approx(num_bytes / 4e9)
         assert seconds == pytest.approx(amount.alone_s(rates)), op
     assert {got.plan.blocks[op.block].weights for op, *_ in found} >= {Tier.DISK, Tier.HOST}
 

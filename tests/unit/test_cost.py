@@ -133,7 +133,7 @@ def test_transfers_are_as_much_work_as_they_move_and_the_rest_is_free() -> None:
         return None if amount is None else (amount.work, amount.units)
 
     assert work(OpKind.FETCH, Lane.DISK_READ) == (Work.DISK_READ, 30)
-    assert work(OpKind.UPLOAD, Lane.H2D) == (Work.H2D_PAGEABLE, 30)
+    assert work(OpKind.UPLOAD, Lane.H2D) == (Work.H2D, 30)
     assert work(OpKind.SWAP_IN, Lane.H2D) == (Work.H2D, 30)
     assert work(OpKind.GRAD, Lane.D2H) == (Work.D2H, 30)
     assert work(OpKind.SWAP_OUT, Lane.DISK_WRITE) == (Work.DISK_WRITE, 30)
@@ -143,19 +143,12 @@ def test_transfers_are_as_much_work_as_they_move_and_the_rest_is_free() -> None:
     assert amount_of(commit, plan, model, shared_memory=False) is None
 
 
-@pytest.mark.parametrize(("pageable", "seconds"), [(0.0, 1.5), (5.0, 6.0), (40.0, 1.5)])
-def test_weights_on_disk_go_up_at_the_pageable_rate_but_never_faster_than_the_link(pageable: float, seconds: float) -> None:
-    rates, upload = Rates(replace(MACHINE, link_h2d_pageable_bytes_per_s=pageable)), _op(OpKind.UPLOAD, Lane.H2D, num_bytes=30)
-    for weights, expected in ((Tier.DISK, seconds), (Tier.HOST, 1.5)):
+def test_weights_go_up_at_the_link_s_rate_wherever_they_live() -> None:
+    upload = _op(OpKind.UPLOAD, Lane.H2D, num_bytes=30)
+    for weights in (Tier.DISK, Tier.HOST):
         amount = amount_of(upload, _plan(weights), _model(4), shared_memory=False)
         assert amount is not None
-        assert amount.alone_s(rates) == pytest.approx(expected)
-
-
-def test_without_a_link_nothing_goes_up_from_pageable_memory() -> None:
-    rates = Rates(replace(MACHINE, link_h2d_bytes_per_s=0.0, link_h2d_pageable_bytes_per_s=5.0))
-    with pytest.raises(ConfigError, match="link_h2d_bytes_per_s=0"):
-        rates.alone_s(Work.H2D_PAGEABLE, 2)
+        assert amount.alone_s(Rates(MACHINE)) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(("world_size", "sent"), [(1, 0.0), (2, 15.0), (3, 20.0)])

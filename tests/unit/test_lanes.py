@@ -245,11 +245,6 @@ def test_rates_are_positive(rate: str) -> None:
         EmulatedDevice(memory=MEMORY_BYTES, **{rate: 0.0})
 
 
-def test_pageable_memory_is_not_faster_than_page_locked_memory() -> None:
-    with pytest.raises(ConfigError, match=r"h2d_pageable_bytes_per_s=2.0; allowed: at most h2d_bytes_per_s=1.0"):
-        EmulatedDevice(memory=MEMORY_BYTES, h2d_bytes_per_s=1.0, h2d_pageable_bytes_per_s=2.0)
-
-
 def test_the_peak_has_reserved_and_allocated_memory() -> None:
     arena = DeviceArena(4096, torch.device("cpu"), poison=False)
     memory = arena.take(1000, "weights")
@@ -265,8 +260,6 @@ def test_planners_know_the_rates_that_are_set() -> None:
     plain = emulated_machine(host, EmulatedDevice(memory="1MiB", compute_slowdown=2.0))
     assert (plain.cpu_update_params_per_s, plain.disk_read_bytes_per_s, plain.disk_duplex) == (1e9, 2e9, False)
     assert plain.device_update_params_per_s == 1e9 / 2
-    pageable = emulated_machine(host, EmulatedDevice(memory="1MiB", h2d_bytes_per_s=5e6, h2d_pageable_bytes_per_s=3e6))
-    assert (plain.link_h2d_pageable_bytes_per_s, pageable.link_h2d_pageable_bytes_per_s) == (0.0, 3e6)
     device = EmulatedDevice(memory="1MiB", cpu_update_bytes_per_s=8e6, device_update_bytes_per_s=8e7, disk_bytes_per_s=5e6)
     found = emulated_machine(host, device)
     assert (found.cpu_update_params_per_s, found.device_update_params_per_s) == (1e6, 1e7)

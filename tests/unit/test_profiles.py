@@ -92,6 +92,14 @@ def test_a_file_of_an_earlier_version_with_only_the_required_keys_still_loads() 
     )
 
 
+def test_the_rate_of_pageable_memory_in_a_file_of_an_earlier_version_does_not_count() -> None:
+    data = {**json.loads(HARDWARE.to_json()), "link_h2d_pageable_bytes_per_s": 2.5e9}
+    assert HardwareProfile.from_json(json.dumps(data)) == HARDWARE
+    data["link_h2d_pageable_bytes_per_s"] = -1
+    with pytest.raises(ConfigError, match="link_h2d_pageable_bytes_per_s=-1"):
+        HardwareProfile.from_json(json.dumps(data))
+
+
 _COUNT = st.integers(0, 2**50)
 _SECONDS = st.floats(0, 1e6, allow_nan=False)
 

@@ -24,8 +24,7 @@ Two phases add up, each as long as any resource works in it:
   except those whose gradients wait when it ends. These gradients take host memory meanwhile.
 
 And where two kinds of work slow each other (``HardwareProfile.contention``), doing both takes
-longer than the longer one. Weights on disk count at the link's own rate, which copies from pageable
-memory may not reach: such rows are lower than they could be.
+longer than the longer one.
 
 All rows are linear in the work, so the least bound of all plans is a linear programme
 (:mod:`.relaxation`), and the bound of one plan is its largest row.

@@ -91,7 +91,6 @@ def _collective(chosen: Device, link: Figure, count: int) -> Figure:
 def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: int) -> HardwareProfile:
     values: dict[str, Any] = {key: int(figure.value) if key in _WHOLE else figure.value for key, figure in figures.items()}
     source = {key: figure.source for key, figure in figures.items()}
-    source["link_h2d_pageable_bytes_per_s"] = "not known: the rate of page-locked memory (assumed)"
     source["disk_duplex"] = "reads and writes share an SSD: LoHan, section IV-D" if figures["disk_capacity_bytes"].value else "none"
     return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)
 

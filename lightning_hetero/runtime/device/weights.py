@@ -28,7 +28,7 @@ from lightning_hetero.store.live.blocks import Block, Moved, Part
 from lightning_hetero.store.live.geometry import own_versions, versions
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back
-from lightning_hetero.store.raw_memory import set_data, tensor_at
+from lightning_hetero.store.raw_memory import set_data
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class DeviceWeights:
         memory = self._lanes.memory()
         for part in block.parts:
             if not block.weights_on_disk:
-                self._lanes.page_lock(_host(part))
+                self._lanes.page_lock(part.run)
             run = memory.take(_num_bytes(part), f"weights of {block.name}")
             _assign(part, _views(part, run))
             memory.give(run)
@@ -72,10 +72,10 @@ class DeviceWeights:
         for part in block.parts:
             copy = self._take(part, kept=True)
             copy.newer = not host_copy
-            self._lanes.copy(_flat(part, copy.memory), _host(part))
+            self._lanes.copy(_flat(part, copy.memory), part.run)
             self._bind(part, copy)
             if host_copy:
-                self._lanes.page_lock(_host(part))
+                self._lanes.page_lock(part.run)
             else:
                 for ticket in writes_of(part):
                     ticket.wait()
@@ -89,11 +89,11 @@ class DeviceWeights:
         for part in block.parts:
             self._reclaim(part)
             if (copy := self._newer(part)) is not None:
-                self._lanes.copy(_host(part), _flat(part, copy.memory))
+                self._lanes.copy(part.run, _flat(part, copy.memory))
                 self._agree(copy, own_versions(part))
             self._unbind(part)
             self._free(part)
-            self._lanes.page_unlock(_host(part))  # its next plan may give the pages back
+            self._lanes.page_unlock(part.run)  # its next plan may give the pages back
             _assign(part, [part.memory(i) for i in range(len(part.params))])
 
     # ---- ops -------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class DeviceWeights:
                 continue  # user code has written to the device's weights since the update
             copy = self._copies.get(part) or self._take(part, kept=False)
             seen = own_versions(part)
-            self._lanes.copy(_flat(part, copy.memory), _host(part))
+            self._lanes.copy(_flat(part, copy.memory), part.run)
             self._agree(copy, seen)
         return []
 
@@ -136,7 +136,7 @@ class DeviceWeights:
             return False
         for ticket in writes_of(part):  # they read host memory
             ticket.wait()
-        self._lanes.copy(_host(part), _flat(part, copy.memory))
+        self._lanes.copy(part.run, _flat(part, copy.memory))
         return True
 
     # ---- between ops -----------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class DeviceWeights:
             if copy.written:  # since the UPLOAD; the next UPLOAD brings the results of an UPDATE
                 if not block.resident:
                     raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
-                self._lanes.copy(_flat(part, copy.memory), _host(part))
+                self._lanes.copy(_flat(part, copy.memory), part.run)
                 self._agree(copy, own_versions(part))
             self._bind(part, copy)
 
@@ -239,7 +239,7 @@ class DeviceWeights:
     def newest_flat(self, part: Part) -> Tensor:
         """The part's newest weights as one run of its dtype, on the device or on the host."""
         copy = self._copies.get(part)
-        return _host(part) if copy is None or copy.outdated else _flat(part, copy.memory)
+        return part.run if copy is None or copy.outdated else _flat(part, copy.memory)
 
     def bytes_from(self, part: Part, index: int) -> Tensor:
         """The bytes from a parameter's first one on, in the bound device memory.
@@ -304,10 +304,6 @@ def _num_bytes(part: Part) -> int:
 
 def _flat(part: Part, memory: Tensor) -> Tensor:
     return memory.view(part.dtype)
-
-
-def _host(part: Part) -> Tensor:
-    return tensor_at(part.arena, part.arena.address, part.num_elements, part.dtype)
 
 
 def _views(part: Part, memory: Tensor) -> list[Tensor]:

@@ -212,6 +212,8 @@ class DeviceResidency(Residency):
             self._inside.add(block.index)
             if self.is_away(block):
                 self._side.weights.prepare(block)
+                if block.weights_on_disk:
+                    self.weights.buffer(block)
             else:
                 self._side.weights.bind_resident(block, host_copy=self._comes_from_below(block))
             if self.is_released(block):
@@ -224,6 +226,7 @@ class DeviceResidency(Residency):
     def leave(self, block: Block) -> None:
         """Brings a block's weights and state back into the engine's memory."""
         self._inside.discard(block.index)
+        self.weights.unbuffer(block)
         self._side.weights.withdraw(block)
         for part in block.parts:
             if part.state_home is not None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_hetero._native import DONE, Ticket
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.schedule import Lane, OpKind, Payload, urgency
+from lightning_hetero.lanes.memory import POISON
 from lightning_hetero.runtime.context import RunContext
-from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.runtime.residency.fetch_buffers import FetchBuffers
+from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.units import format_bytes
 
 
@@ -22,6 +26,8 @@ class HostWeights:
         self._updater, self._poison = run.updater, run.poison
         self._releases: list[Ticket] = []
         self._had_waited = False  # the updates of the last batch, whose gradients may still be there
+        self._buffers = FetchBuffers(run.lanes.host_buffer)
+        self._buffered: set[int] = set()  # blocks whose weights lie in buffers: [Note: Buffers of FETCH]
         self.install(context)
 
     def install(self, context: RunContext) -> None:
@@ -30,6 +36,7 @@ class HostWeights:
         self._sizes = context.placement.cache_bytes, context.placement.least_cache_bytes
         self.capacity_bytes = self._sizes[0]
         self._lowest_first = context.placement.plan.priority
+        self._buffers.shrink(0)
 
     def begin_batch(self, *, waits: bool) -> bool:
         """A batch begins; ``waits``: its updates wait, so that the host has all gradients.
@@ -52,7 +59,10 @@ class HostWeights:
         block.resident = True
         waits = [*after, *self._releases]
         first = urgency(OpKind.FETCH, Payload.WEIGHTS, block.index, lowest_first=self._lowest_first)
-        return [self._store.fetch(p, priority=first, after=waits) for p in block.parts if p.native is not None]
+        parts = [part for part in block.parts if part.native is not None]
+        for part in parts if block.index in self._buffered else ():
+            self._place(part, copies=False)
+        return [self._store.fetch(part, priority=first, after=waits) for part in parts]
 
     def release(self, block: Block) -> list[Ticket]:
         """Gives back the memory of the block's weights unless it is in use; without an op."""
@@ -66,11 +76,52 @@ class HostWeights:
         self._updater.cancel_opened([block])
         block.resident = False
         first = urgency(OpKind.RELEASE, Payload.WEIGHTS, block.index, lowest_first=self._lowest_first)
-        tickets = [self._store.release(p, priority=first) for p in block.parts if p.native is not None]
-        if self._poison:
-            _fill_with_nan(block, tickets)
+        tickets: list[Ticket] = []
+        for part in block.parts:
+            if part.native is None:
+                continue
+            lent = part.lent
+            tickets += self._store.release(part, priority=first)
+            if lent is not None:
+                self._give(lent)
+            elif self._poison:
+                _fill_with_nan(part, tickets)
         self._releases = [t for t in self._releases if not t.poll()] + tickets
         return tickets
+
+    # ---- buffers ---------------------------------------------------------------------------------
+
+    def buffer(self, block: Block) -> None:
+        """From now on the block's weights lie in buffers while they are in host memory."""
+        self._buffered.add(block.index)
+        for part in block.parts if block.resident else ():
+            if part.native is not None and part.lent is None:
+                self._place(part, copies=True)
+                part.arena.drop()
+
+    def unbuffer(self, block: Block) -> None:
+        """Undoes :meth:`buffer`: weights that are in host memory lie in the block's own."""
+        self._buffered.discard(block.index)
+        for part in block.parts:
+            if (lent := part.lent) is not None:
+                self._buffers.shrink(self.capacity_bytes - part.weight_bytes)
+                self._store.place(part, None, copies=True)
+                self._give(lent)
+        if not self._buffered:
+            self._buffers.shrink(0)
+
+    def _place(self, part: Part, *, copies: bool) -> None:
+        apart = (p for b in self.held() for p in b.parts if p.lent is None and p is not part and b is not part.block)
+        most_bytes = self.capacity_bytes - sum(p.weight_bytes for p in apart)
+        self._store.place(part, self._buffers.take(part.weight_bytes, most_bytes=most_bytes), copies=copies)
+
+    def _give(self, memory: Tensor) -> None:
+        if self._poison:
+            memory.fill_(POISON)
+        self._buffers.give(memory)
+        self._buffers.shrink(self.capacity_bytes)
+
+    # ---- what is in memory -----------------------------------------------------------------------
 
     def held(self) -> list[Block]:
         """The blocks on disk whose weights are in memory."""
@@ -114,6 +165,7 @@ class HostWeights:
     def shrink(self) -> None:
         """Releases what exceeds the capacity; nothing is in use."""
         self.evict(sum(self.model.blocks[b.index].weight_bytes for b in self.held()) - self.capacity_bytes)
+        self._buffers.shrink(self.capacity_bytes)
 
     def evict(self, num_bytes: int, *, spare: Block | None = None) -> None:
         """Releases weights on disk that are not in use, and waits; the last blocks go first."""
@@ -139,10 +191,9 @@ class HostWeights:
                 self.fetch(b, [])
 
 
-def _fill_with_nan(block: Block, released: Sequence[Ticket]) -> None:
+def _fill_with_nan(part: Part, released: Sequence[Ticket]) -> None:
     for ticket in released:
         ticket.wait()
-    for part in block.parts:
-        for i, param in enumerate(part.params):
-            if param.is_floating_point():
-                part.memory(i).fill_(float("nan"))
+    for i, param in enumerate(part.params):
+        if param.is_floating_point():
+            part.memory(i).fill_(float("nan"))

@@ -88,7 +88,9 @@ class Part:
         offsets: First element of each parameter in the run.
         dtype: Dtype of all of them.
         num_elements: Length of the run in elements, padding included.
-        arena: The reserved memory.
+        arena: The reserved memory, whose addresses stay the same.
+        lent: Memory in which the weights lie instead, from FETCH to RELEASE; see [Note: Buffers of
+            FETCH] in ``runtime/residency/fetch_buffers.py``.
         slots: Files of each array on disk: two, or one as long as no parameter of the part trains
             and nothing has written it.
         in_place: Files of somebody else that have the weights, so that the store needs no copy.
@@ -129,6 +131,7 @@ class Part:
     dtype: torch.dtype
     num_elements: int
     arena: Arena
+    lent: Tensor | None = None
     slots: int = 2
     in_place: InPlace | None = None
     copied: str = ""
@@ -177,18 +180,37 @@ class Part:
 
     def has_its_params(self) -> bool:
         """Whether its parameters lie in its memory; another Trainer may have moved them."""
-        return all(p.data_ptr() == self.memory(i).data_ptr() for i, p in enumerate(self.params))
+        return all(p.data_ptr() == self.fixed_address(i) for i, p in enumerate(self.params))
+
+    @property
+    def address(self) -> int:
+        """Where the weights lie in host memory now, or come to."""
+        return self.arena.address if self.lent is None else self.lent.data_ptr()
+
+    @property
+    def holder(self) -> object:
+        """What keeps the memory at :attr:`address` alive."""
+        return self.arena if self.lent is None else self.lent
+
+    @property
+    def run(self) -> Tensor:
+        """The weight memory as one run of its dtype."""
+        return tensor_at(self.holder, self.address, self.num_elements, self.dtype)
+
+    def fixed_address(self, index: int) -> int:
+        """An address that is parameter ``index``'s alone, wherever its weights are; 0 if empty."""
+        return self.arena.address + self.offsets[index] * self.dtype.itemsize if self.params[index].numel() else 0
 
     def memory(self, index: int) -> Tensor:
-        """Parameter ``index``'s weights as they lie in the reserved memory: its shape and strides.
+        """Parameter ``index``'s weights as they lie in the weight memory: its shape and strides.
 
         Its storage is its own run alone: ``torch.save`` writes storages whole.
         """
         param = self.params[index]
         if not param.numel():
             return torch.empty_like(param, dtype=self.dtype, device="cpu", requires_grad=False)
-        start = self.arena.address + self.offsets[index] * self.dtype.itemsize
-        return tensor_at(self.arena, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
+        start = self.address + self.offsets[index] * self.dtype.itemsize
+        return tensor_at(self.holder, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""

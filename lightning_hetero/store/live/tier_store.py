@@ -164,11 +164,30 @@ class TierStore:
         part.last_write = self.engine.fetch(part.require_native(), priority=priority, after=after)
         return part.last_write
 
-    def release(self, part: Part, *, priority: int) -> Ticket:
-        """Gives the weight memory back, after writing it if it was changed in memory."""
+    def release(self, part: Part, *, priority: int) -> list[Ticket]:
+        """Gives the weight memory back, after writing it if it was changed in memory.
+
+        Lent memory is free as this returns, which waits for the part's tasks.
+        """
         self.cancel_update(part)
         self.flush(part)
-        return self.engine.release(part.require_native(), priority=priority)
+        if part.lent is None:
+            return [self.engine.release(part.require_native(), priority=priority)]
+        self.place(part, None, copies=False)
+        return []
+
+    def place(self, part: Part, memory: Tensor | None, *, copies: bool) -> None:
+        """Weights from the disk lie in ``memory`` from now on, or (``None``) in the part's own.
+
+        Waits for the part's tasks. Without ``copies`` the memory has no content.
+        """
+        self.cancel_update(part)
+        native, before = part.require_native(), part.run if copies else None
+        self.engine.read(native, []).wait()  # tasks of one part run in order
+        part.lent = memory
+        if before is not None:
+            part.run.copy_(before)
+        native.bind(part.address, keep=memory)
 
     def flush(self, part: Part) -> None:
         """Writes changes outside updates to the file: the weight memory, or collected patches.
@@ -206,7 +225,7 @@ class TierStore:
             return False
         unit = part.dtype.itemsize
         changes = [(offset * unit, value) for offset, value in part.patches]
-        changes += bytes_at(part.arena, part.arena.address, native.geometry.num_elements) if part.dirty else []
+        changes += bytes_at(part.holder, part.address, native.geometry.num_elements) if part.dirty else []
         return not differs(self.engine, native, changes)
 
     def _forget_changes(self, part: Part) -> None:
@@ -413,11 +432,12 @@ class TierStore:
         if not part.on_disk or not is_written_once(self.files, old):
             return
         self.barrier(part)
-        new = with_two_slots(self.files, old, part.arena.address)
+        new = with_two_slots(self.files, old, part.address)
         if not whole:  # the block is not in memory, so its memory is free
             read = self.engine.fetch(old)
             self.engine.store(new, [], weights_from_memory=True, step=0, priority=-1, after=[read])
-            self.engine.release(new).wait()
+            if part.lent is None:
+                self.engine.release(new).wait()
         part.native, part.slots, part.last_write, part.in_place = new, new.geometry.num_slots, None, None
 
 
