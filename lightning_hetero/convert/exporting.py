@@ -84,7 +84,7 @@ def export_weights(
     with ExitStack() as opened:
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
-            tensors, done = merged(tensors, adapter, merges.whole(done.values()), ties_known=_says_ties(source)), {}
+            tensors, done = merged(tensors, adapter, done, ties_known=_says_ties(source)), {}
         if dtype is not None:
             tensors = [replace(t, dtype=dtype) if t.dtype.is_floating_point else t for t in tensors]
         if path.suffix == CHECKPOINT:

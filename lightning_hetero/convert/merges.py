@@ -7,7 +7,7 @@ the steps of a store say it, and loading one tells the layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TypedDict, TypeGuard
 
 import torch
@@ -99,9 +99,3 @@ def tell(root: nn.Module, found: object, device: torch.device) -> None:
         merge = merges.get(name, Merge(adapters=[], norms={}))
         vars(layer)["merged_adapters"] = list(merge["adapters"])
         _cache_of(layer).update({key: value.to(device) for key, value in merge["norms"].items()})
-
-
-def whole(merges: Iterable[Merge]) -> dict[str, bool]:
-    """The merged adapters, each with whether all layers have it."""
-    rows = [merge["adapters"] for merge in merges]
-    return {name: all(name in row for row in rows) for row in rows for name in row}

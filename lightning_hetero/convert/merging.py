@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.convert.merges import Merges
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles
 from lightning_hetero.errors import ConfigError, UnsupportedError
 
@@ -146,15 +147,13 @@ def _within(name: str, outer: str) -> bool:
     return not outer or name == outer or name.startswith(f"{outer}.")
 
 
-def merged(
-    tensors: Sequence[TensorToWrite], adapter: Adapter, done: Mapping[str, bool], *, ties_known: bool = True
-) -> list[TensorToWrite]:
+def merged(tensors: Sequence[TensorToWrite], adapter: Adapter, done: Merges, *, ties_known: bool = True) -> list[TensorToWrite]:
     """The weights of a model with an adapter merged into them; names are those without PEFT.
 
     Args:
         tensors: Those of the model, wrapped by PEFT or not.
         adapter: The adapter.
-        done: The adapters that layers have merged already, each with whether all layers have it.
+        done: The adapters that layers have merged already.
         ties_known: Whether the tensors say which weights are tied to others.
 
     Raises:
@@ -164,12 +163,15 @@ def merged(
     """
     source = _Source(tensors, ties_known=ties_known)
     name, chosen = _chosen(source, adapter)
-    if done and done != {name: True}:
+    rows = {_owner(layer)[1]: set(merge["adapters"]) for layer, merge in done.items()}
+    own = {layer for layer, kind, _ in map(_cut, chosen) if kind}  # other adapters may have other layers
+    there = set().union(*rows.values())
+    if there and (there != {name} or not all(rows.get(layer) for layer in own)):
         raise UnsupportedError(
-            f"the layers of the model have the adapter {', '.join(map(repr, sorted(done)))} merged, and not all of them "
-            f"exactly {name!r}. Call unmerge_adapter() before they are saved or exported."
+            f"the layers of the model have the adapter {', '.join(map(repr, sorted(there)))} merged, and not all that have "
+            f"{name!r} exactly this one. Call unmerge_adapter() before they are saved or exported."
         )
-    source.apply(adapter, chosen, in_layers=bool(done))
+    source.apply(adapter, chosen, in_layers=bool(there))
     return source.base()
 
 
@@ -436,12 +438,7 @@ def _chosen(source: _Source, adapter: Adapter) -> tuple[str, Mapping[str, Tensor
             )
         return "", adapter.tensors
     folder = os.path.basename(os.path.normpath(adapter.where.strip("'")))
-    if len(known) > 1 and folder not in known:
-        raise ConfigError(
-            f"the weights have the adapters {', '.join(map(repr, sorted(known)))}, and none has the name of the folder "
-            f"{adapter.where}. Give the folder of one of them, as PEFT names it."
-        )
-    name = folder if folder in known else next(iter(known))
+    name = folder if folder in known else next(iter(known)) if len(known) == 1 else _with_values(known, adapter)
     if (other := _other(known[name], adapter)) is not None:
         raise ConfigError(
             f"the weights have an adapter of their own, and {adapter.where} has other values, such as of {other!r}. To merge those "
@@ -451,14 +448,31 @@ def _chosen(source: _Source, adapter: Adapter) -> tuple[str, Mapping[str, Tensor
     return name, known[name]
 
 
+def _with_values(known: Mapping[str, Mapping[str, TensorToWrite]], adapter: Adapter) -> str:
+    """The one of several that a folder has: PEFT saves ``default`` beside the others' folders."""
+    saved = {name for name in adapter.tensors if _cut(name)[1]}
+    for name, tensors in known.items():
+        if saved and all(_stored(tensors, own) is not None for own in saved) and _other(tensors, adapter) is None:
+            return name
+    raise ConfigError(
+        f"the weights have the adapters {', '.join(map(repr, sorted(known)))}, and none has the name of the folder "
+        f"{adapter.where}, or the values in it. Give the folder of one of them, as PEFT names it or with the weights that it saved."
+    )
+
+
 def _other(found: Mapping[str, TensorToWrite], adapter: Adapter) -> str | None:
     """A tensor of which an adapter's folder has other values than a source."""
     for name, tensor in adapter.tensors.items():
-        whole = f"{name}.weight" if name.endswith("lora_magnitude_vector") else name
-        own = next((t for known, t in found.items() if known == whole or known.endswith(f".{whole}")), None)
+        own = _stored(found, name)
         if own is not None and not torch.equal(own.read().float(), tensor.read().float()):
             return name
     return None
+
+
+def _stored(found: Mapping[str, TensorToWrite], name: str) -> TensorToWrite | None:
+    """A source's tensor of the name that a folder gives it."""
+    whole = f"{name}.weight" if name.endswith("lora_magnitude_vector") else name
+    return next((tensor for known, tensor in found.items() if known == whole or known.endswith(f".{whole}")), None)
 
 
 def _checked(config: _Config, where: str) -> _Config:

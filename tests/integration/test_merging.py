@@ -4,6 +4,7 @@ from every kind of source.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -250,8 +251,49 @@ def test_layers_that_are_merged_already_are_not_merged_again(tmp_path: Path) -> 
     same(tmp_path / "out", expected)
     module.model.unmerge_adapter()
     module.model.merge_adapter(["other"])
-    with pytest.raises(UnsupportedError, match=r"'other' merged, and not all of them exactly 'default'.*unmerge_adapter\(\)"):
+    with pytest.raises(UnsupportedError, match=r"'other' merged, and not all that have 'default' exactly.*unmerge_adapter\(\)"):
         export_weights(module, tmp_path / "other", module="model", merge=True)
+
+
+def test_adapters_of_other_layers_do_not_count(tmp_path: Path) -> None:
+    """All layers that have the adapter have it merged; those of the other one need not."""
+    directory = llama.save(tmp_path / "weights")
+    module = trained(directory, lora(target_modules=["q_proj"]), tmp_path, dtype=torch.float32)
+    module.model.add_adapter("other", lora(r=2, target_modules=["v_proj"]))
+    expected = by_peft(deepcopy(module.model))
+    module.model.merge_adapter(["default"])
+    export_weights(module, tmp_path / "out", module="model", merge=True)
+    same(tmp_path / "out", expected)
+    module.model.base_model.model.model.layers[0].self_attn.q_proj.unmerge()
+    with pytest.raises(UnsupportedError, match=r"'default' merged, and not all that have 'default' exactly"):
+        export_weights(module, tmp_path / "no", module="model", merge=True)
+    module.model.merge_adapter(["other"])
+    with pytest.raises(UnsupportedError, match=r"'default', 'other' merged"):
+        export_weights(module, tmp_path / "no", module="model", merge=True)
+
+
+def test_the_folder_of_several_adapters_is_as_peft_saves_it(tmp_path: Path) -> None:
+    """``default`` is at its top, and others are in folders of their own."""
+    model = peft.get_peft_model(llama.LlamaForCausalLM(llama.config()), lora())
+    model.add_adapter("other", lora(r=2, target_modules=["v_proj"]))
+    with torch.no_grad():
+        for index, param in enumerate(p for name, p in model.named_parameters() if "lora_B" in name):
+            param.normal_(generator=torch.Generator().manual_seed(index))
+    checkpoint = tmp_path / "x.ckpt"
+    export_weights(model, checkpoint)
+    model.save_pretrained(tmp_path / "saved")
+    for name, folder in (("default", tmp_path / "saved"), ("other", tmp_path / "saved" / "other")):
+        chosen = deepcopy(model)
+        chosen.set_adapter(name)
+        done = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / name), "--merge", str(folder)])
+        assert done.exit_code == 0, done.output
+        same(tmp_path / name, by_peft(chosen))
+    shutil.copytree(tmp_path / "saved" / "other", tmp_path / "renamed")
+    export_weights(checkpoint, tmp_path / "by values", merge=tmp_path / "renamed")
+    same(tmp_path / "by values", by_peft(chosen))
+    (tmp_path / "renamed" / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"adapters 'default', 'other', and none has the name of the folder .* or the values"):
+        export_weights(checkpoint, tmp_path / "no", merge=tmp_path / "renamed")
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]], ids=" and ".join)
