@@ -1,11 +1,12 @@
-"""Code that puts another parameter in the place of one: refused by name before a batch trains with
-it, and before a step is kept without it.
+"""Code that puts another parameter in the place of one, alone or with its module: refused by name
+before a batch trains with it, and before a step is kept without it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,63 @@ def test_another_parameter_is_refused_by_name(plan: str, hook: str, block: int, 
     with pytest.raises(UnsupportedError, match=rf"'model\.blocks\.{block}\.up\.weight' has been replaced.*weight\.data = values"):
         run(RECIPE, strategy(plan), tmp_path, prepare=found.append, callbacks=[replaces(hook, block)])
     assert found[0].losses == expected[: 1 if hook == "on_train_batch_start" else 2]
+
+
+def swaps(parent: str, key: str, make: Callable[[nn.Module], nn.Module], hook: str = HOOKS[0]) -> pl.Callback:
+    """Another module in the second batch."""
+
+    def swap(trainer: pl.Trainer, module: LitModel, *_: object) -> None:
+        if trainer.global_step == (2 if hook == "on_train_batch_end" else 1):
+            held = module.get_submodule(parent)
+            setattr(held, key, make(held.get_submodule(key)))
+
+    return LambdaCallback(**{hook: swap})
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+class Adapted(Wrapped):
+    """As an adapter that is injected: the module that it was, and parameters of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) * self.scale
+
+
+MODULES: dict[str, tuple[str, str, Callable[[nn.Module], nn.Module], str]] = {
+    "head": ("model", "head", lambda old: nn.Linear(24, 37, bias=False), r"'model\.head'.*another Linear, whose 'weight'"),
+    "block": ("model.blocks", "1", deepcopy, r"'model\.blocks\.1'.*another MlpBlock, whose 'norm\.weight'"),
+    "layer": ("model.blocks.0", "up", Adapted, r"'model\.blocks\.0\.up'.*another Adapted, whose 'scale'"),
+}
+
+
+@PLANS
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("which", MODULES)
+def test_another_module_is_refused_by_name(plan: str, hook: str, which: str, tmp_path: Path) -> None:
+    expected = run(RECIPE, "auto", tmp_path).losses
+    parent, key, make, message = MODULES[which]
+    found: list[LitModel] = []
+    with pytest.raises(UnsupportedError, match=rf"{message} is on no tier and in no kept step.*load_state_dict"):
+        run(RECIPE, strategy(plan), tmp_path, prepare=found.append, callbacks=[swaps(parent, key, make, hook)])
+    assert found[0].losses == expected[: 1 if hook == HOOKS[0] else 2]
+
+
+@PLANS
+@pytest.mark.parametrize(("key", "make"), [("0", Wrapped), ("2", lambda _: nn.Identity())], ids=["wrapped", "left out"])
+def test_a_module_without_parameters_of_its_own_trains_on(plan: str, key: str, make: Any, tmp_path: Path) -> None:
+    runs = [run(RECIPE, s, tmp_path, callbacks=[swaps("model.blocks", key, make)]) for s in ("auto", strategy(plan))]
+    assert_same(*runs)
 
 
 def test_a_state_that_is_assigned_is_refused_by_name(tmp_path: Path) -> None:
