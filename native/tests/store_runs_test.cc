@@ -1,6 +1,9 @@
 // Weights that are read in place from files of somebody else: random runs at any offset against plain copies; every refusal.
+#include <errno.h>
 #include <fcntl.h>
+#include <stdarg.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,6 +19,30 @@ using fixture::EngineOptions;
 using fixture::Run;
 using fixture::TempDirectory;
 using hetero::RoundUp;
+
+namespace {
+
+// What open() answers when asked for direct I/O: 0, or the error of a file system that cannot.
+int direct_error = 0;
+int direct_opens = 0;
+
+}  // namespace
+
+// Takes the place of the C library's in this program.
+extern "C" int open(const char* path, int flags, ...) {
+  va_list arguments;
+  va_start(arguments, flags);
+  const int mode = (flags & O_CREAT) != 0 ? va_arg(arguments, int) : 0;
+  va_end(arguments);
+  if ((flags & O_DIRECT) != 0) {
+    ++direct_opens;
+    if (direct_error != 0) {
+      errno = direct_error;
+      return -1;
+    }
+  }
+  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags, mode));
+}
 
 namespace {
 
@@ -174,6 +201,40 @@ TEST(runs_that_follow_each_other_cost_two_pages_at_most) {
   const int64_t beyond = hetero_engine_bytes_beyond(source.run.engine);
   CHECK_EQ(stats.bytes_read - beyond, 19997 * kRuns);
   CHECK_LE(beyond, 2 * hetero::kPageBytes);
+}
+
+TEST(a_file_system_without_direct_io_is_read_through_the_page_cache) {
+  for (const int32_t backend : {HETERO_IO_POOL, HETERO_IO_AUTO}) {
+    for (const int error : {0, EINVAL}) {
+      std::mt19937 random(5);
+      Source source;
+      source.AddFile(100'003, &random);
+      source.AddFile(7, &random);
+      source.AddRuns(&random);
+      direct_error = error;
+      direct_opens = 0;
+      const bool opened = source.Open(1);
+      direct_error = 0;
+      REQUIRE(opened);
+      CHECK_EQ(direct_opens, 2);
+      source.Start(backend);
+      std::fill_n(source.weights, source.expected.size(), static_cast<uint8_t>(0xee));
+      CHECK_EQ(source.Fetch(), 0);
+      CHECK(source.HoldsInMemory());
+      const int64_t beyond = hetero_engine_bytes_beyond(source.run.engine);
+      CHECK(error == 0 ? beyond > 0 : beyond == 0);
+    }
+  }
+}
+
+TEST(another_error_of_open_is_not_taken_for_a_file_system_without_direct_io) {
+  Source source;
+  Small(&source, 4);
+  direct_error = EACCES;
+  const bool opened = source.Open(1);
+  direct_error = 0;
+  CHECK(!opened);
+  CHECK(strstr(hetero_last_error(), source.paths[0].c_str()) != nullptr);
 }
 
 TEST(a_block_that_is_read_in_place_is_never_written) {
