@@ -273,6 +273,15 @@ class ModelProfile:
         )
         return ModelShape(name=self.name, blocks=tuple(rows), kept_every=self.kept_every)
 
+    def slice_of(self, ranks: int) -> ModelProfile:
+        """The profile of one of several ranks that share the model.
+
+        It computes as before, with whole weights. It owns a slice of weights, gradients and state;
+        each is rounded up, as ranks own slices of equal length.
+        """
+        blocks = [replace(b, **{key: -(-getattr(b, key) // ranks) for key in _OF_SLICES}) for b in self.blocks]
+        return replace(self, blocks=tuple(blocks))
+
     def to_json(self) -> str:
         """The profile as JSON text, one block per line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}
@@ -345,6 +354,7 @@ def _with(model: ModelProfile, block: BlockProfile, part: BlockProfile | None) -
 _MODEL_KEYS = ("name", "tokens", "compute_itemsize", "constant_device_bytes", "constant_host_bytes")
 _MODEL_OPTIONAL = ("kept_every", "batch")
 _SECONDS_AND_FLOP = ("forward_s", "backward_s", "forward_flop")
+_OF_SLICES = ("num_params", "num_trainable_params", "weight_bytes", "gradient_bytes", "state_bytes", "in_place_bytes")
 _OWN_BYTES = ("cast_bytes", "weight_bytes", "gradient_bytes", "state_bytes", "in_place_bytes")
 _OPTIONAL = ("operators", "backward", "pinned", "sharding", "copied", *_OWN_BYTES)
 _BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")

@@ -31,6 +31,21 @@ When it ends, it frees the memory of its source, unless the bytes live there:
 - ``UPDATE`` on ``compute`` runs between the anchors; it is issued when the previous anchor has
   ended.
 
+[Note: Ranks]
+``Schedule.ranks`` ranks share one model: each owns a slice of every part (``ir.shards``), and
+weights, gradients and state live in slices on the tiers of the plan. All ranks have the same
+schedule. So they enter their collectives, the ops on ``net``, in one order, and a collective ends
+when all ranks have entered it. A rank brings its own slice like any machine (``FETCH``); then
+
+- ``GATHER weights`` makes the whole weights of a block from all slices. They take memory until
+  ``RELEASE weights`` on ``net``. Where the plan has weights on the device, whole weights have their
+  place on each rank, and a GATHER after the UPDATE brings the new ones.
+- ``REDUCE gradients`` sums a block's gradients over the ranks. Whole ones take memory from backward
+  until then, and the rank's slice of the sum until its UPDATE, which changes the rank's own slice.
+- ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
+  the record of the step before (``store.common_steps``), so STORE and MIRROR wait for it. One at
+  the verdict makes that the same on all ranks.
+
 [Note: Speculation]
 With clipping by norm or loss scaling, the final gradients are known only when
 all gradients are there. Most of the time they are the gradients unchanged. A block whose old state
@@ -70,11 +85,13 @@ class OpKind(StrEnum):
 
     FETCH = "FETCH"  # disk -> host
     UPLOAD = "UPLOAD"  # host -> device
+    GATHER = "GATHER"  # collective: slices of all ranks -> whole weights on each
     RELEASE = "RELEASE"  # frees the memory of weights
     SWAP_OUT = "SWAP_OUT"  # activations, or renewed state or weights, one tier down
     SWAP_IN = "SWAP_IN"  # activations or state one tier up
     GRAD = "GRAD"  # device -> host
-    REDUCE = "REDUCE"  # collective
+    REDUCE = "REDUCE"  # collective: gradients of all ranks -> a slice of the sum on each
+    AGREE = "AGREE"  # collective of a few numbers
     UPDATE = "UPDATE"  # optimizer update
     STORE = "STORE"  # host -> disk, other slot
     MIRROR = "MIRROR"  # host -> disk: a copy of data in memory, so that the step is kept
@@ -160,7 +177,7 @@ class Op:
     Attributes:
         id: Its place in the order of issue.
         kind: Its kind.
-        block: Its block; ``NO_BLOCK`` for COMMIT.
+        block: Its block; ``NO_BLOCK`` for COMMIT and AGREE.
         lane: The resource that it occupies.
         at: Index of the anchor whose begin issues it.
         payload: The data of the block that it moves. A FETCH of ``STATE`` is an update that is
@@ -227,7 +244,8 @@ class Schedule:
         resident_after: The same when it ends.
         device_before: Blocks with weights below the device of which the device holds a valid copy
             when the step begins.
-        device_after: The same when it ends.
+        device_after: The same when it ends. With several ranks both are about whole weights.
+        ranks: Ranks that share the model; see [Note: Ranks].
     """
 
     signature: StepSignature
@@ -237,6 +255,7 @@ class Schedule:
     resident_after: frozenset[int]
     device_before: frozenset[int] = frozenset()
     device_after: frozenset[int] = frozenset()
+    ranks: int = 1
 
     def lane(self, lane: Lane) -> Iterator[Op]:
         """The ops of one lane, in order."""
@@ -244,7 +263,8 @@ class Schedule:
 
     def to_text(self) -> str:
         """One line per anchor and per op, in the order of issue; golden tests compare this text."""
-        lines = self._held(self.resident_before, self.device_before)
+        lines = [f"ranks {self.ranks}"] if self.ranks > 1 else []
+        lines += self._held(self.resident_before, self.device_before)
         ops = iter(self.ops)
         op = next(ops, None)
         for index, anchor in enumerate(self.anchors):

@@ -4,11 +4,12 @@
 Ops on the same bytes run one after the other. Where the device is the host, all ops of one block
 form one chain. A device with memory of its own works on several copies of a block at once, so there
 a block has four chains: the copy of its *weights* on the *device*, that on the *host*, its *state*,
-and its *gradients*. An op belongs to the chains of the copies that it reads or writes, an UPDATE to
-all of them. It follows the previous op of each of its chains, unless its other edges imply that.
-The first op of a chain follows what ended the chain in an earlier step. RELEASEs of one tier run
-one after the other too, so an op that follows the last of them may take over the memory of all.
-Activations have one chain per use of a block, see ``activation_moves.py``.
+and its *gradients*. On several ranks whole weights take the place of the device's copy. An op
+belongs to the chains of the copies that it reads or writes, an UPDATE to all of them. It follows
+the previous op of each of its chains, unless its other edges imply that. The first op of a chain
+follows what ended the chain in an earlier step. RELEASEs of one tier run one after the other too,
+so an op that follows the last of them may take over the memory of all. Activations have one chain
+per use of a block, see ``activation_moves.py``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _CHAINS = {
     (OpKind.FETCH, Payload.WEIGHTS): _HOST_WEIGHTS,
     (OpKind.FETCH, Payload.STATE): (Chain.STATE,),
     (OpKind.UPLOAD, Payload.WEIGHTS): (Chain.DEVICE,),
+    (OpKind.GATHER, Payload.WEIGHTS): (Chain.DEVICE,),
+    (OpKind.REDUCE, Payload.GRADIENTS): (Chain.GRADIENTS,),
     (OpKind.GRAD, Payload.GRADIENTS): (Chain.GRADIENTS,),
     (OpKind.STORE, Payload.WEIGHTS): (Chain.HOST, Chain.STATE),
     (OpKind.STORE, Payload.STATE): (Chain.HOST, Chain.STATE),
@@ -49,13 +52,13 @@ _CHAINS = {
 
 
 def chains_of(kind: OpKind, lane: Lane, payload: Payload, *, device: bool) -> tuple[Chain, ...]:
-    """The chains of its block that an op belongs to; none for activations and COMMIT."""
-    if kind is OpKind.COMMIT or payload is Payload.ACTIVATIONS:
+    """The chains of its block that an op belongs to; none for activations, COMMIT and AGREE."""
+    if kind in (OpKind.COMMIT, OpKind.AGREE) or payload is Payload.ACTIVATIONS:
         return ()
     if not device:
         return (Chain.HOST,)
     if kind is OpKind.RELEASE:
-        return (Chain.DEVICE,) if lane is Lane.H2D else _HOST_WEIGHTS
+        return _HOST_WEIGHTS if lane is Lane.DISK_READ else (Chain.DEVICE,)
     return _CHAINS.get((kind, payload), tuple(Chain))
 
 
@@ -71,7 +74,7 @@ def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) ->
         yield OpKind.STORE, block
     if chain is Chain.STATE and kind is OpKind.SWAP_IN:
         yield OpKind.SWAP_OUT, block
-    if chain is Chain.DEVICE and kind is OpKind.UPLOAD and placed.on_cpu:
+    if chain is Chain.DEVICE and kind in (OpKind.UPLOAD, OpKind.GATHER) and placed.on_cpu:
         yield OpKind.UPDATE, block
     if chain is Chain.DEVICE and placed.weights_return:
         yield OpKind.SWAP_OUT, block

@@ -46,12 +46,13 @@ def lower(
         resident: Blocks with weights on disk whose weights are in host memory as the step begins.
         capacity_bytes: Host bytes for weights that live on disk.
         device: What the device's own memory has room for; ``None``: the device is the host's own
-            CPU.
+            CPU. Where several ranks share the model, what there is for whole weights; then
+            ``model`` has the sizes of one rank's slices (``ModelProfile.slice_of``).
 
     Raises:
         ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for
             what only a device with memory of its own can do; or it has the CPU update state that
-            lives on such a device.
+            lives on such a device, or the device update what several ranks share.
         OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
     placed = placements(plan, model, device=device is not None)
@@ -68,7 +69,7 @@ def expected_anchors(signature: StepSignature) -> list[Anchor]:
     return anchors
 
 
-def last_step(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[Carried]:
+def last_step(placed: Sequence[PlacedBlock], order: Sequence[int], *, ranks: int = 1) -> Iterator[Carried]:
     """The last ops of all updates of a step, for a forward that waits for all (no priority)."""
     for block in dict.fromkeys(order):
         row = placed[block]
@@ -77,7 +78,7 @@ def last_step(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[C
         if row.stored:
             yield OpKind.STORE, block
         if row.renewed:
-            yield OpKind.UPLOAD, block
+            yield OpKind.UPLOAD if ranks == 1 else OpKind.GATHER, block
         if row.state_moves or row.weights_return:
             yield OpKind.SWAP_OUT, block
 
@@ -90,19 +91,21 @@ def last_kept(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[C
             yield OpKind.MIRROR, block
 
 
-def last_gradients(placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int) -> Iterator[Carried]:
+def last_gradients(placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int, *, ranks: int = 1) -> Iterator[Carried]:
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
+
+    On several ranks it is the same with REDUCEs.
 
     After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose
     place its gradients take; and before the first backward those that were the last to leave the
     device.
     """
-    block = anchors[index].block
+    block, kind = anchors[index].block, OpKind.GRAD if ranks == 1 else OpKind.REDUCE
     if placed[block].on_cpu:
-        yield OpKind.GRAD, block
+        yield kind, block
     if anchors[index - 1].phase is Phase.FORWARD:
         first = [b for b in dict.fromkeys(a.block for a in anchors[:index]) if placed[b].on_cpu and b != block]
-        yield from ((OpKind.GRAD, b) for b in first[:DEVICE_GRADIENTS])
+        yield from ((kind, b) for b in first[:DEVICE_GRADIENTS])
 
 
 class _Lowering:
@@ -116,6 +119,7 @@ class _Lowering:
         device: DeviceRoom | None,
     ) -> None:
         self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
+        self._ranks = ranks = 1 if device is None else device.ranks
         self._anchors = expected_anchors(signature)
         forward_only = not signature.training  # and the next step is expected to be the same
         anchors = [None if a.phase is Phase.VERDICT else a.block for a in self._anchors]
@@ -131,7 +135,7 @@ class _Lowering:
         self._device: Cache | None = None
         self._activations: ActivationMoves | None = None
         if device is not None:
-            sizes = [p.shape.weight_bytes if p.below_device else 0 for p in placed]
+            sizes = [p.shape.weight_bytes * ranks if p.below_device else 0 for p in placed]
             higher = staying(signature.order, sizes, device.capacity_bytes) if forward_only else higher
             self._device = Cache(sizes, capacity_bytes=device.capacity_bytes, held=device.resident, uses=uses, stays=higher)
             self._activations = ActivationMoves(placed, self._issue, signature.order, depth=plan.prefetch_depth)
@@ -141,14 +145,14 @@ class _Lowering:
         self._host = Cache(sizes, capacity_bytes=capacity_bytes, held=resident, uses=uses, stays=stays)
         self._weights = WeightMoves(
             placed, self._issue, uses, host=self._host, device=self._device,
-            depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only,
+            depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only, ranks=ranks,
         )  # fmt: skip
-        self._updates = UpdateMoves(plan, signature, placed, self._issue, uses, self._weights, self._activations)
+        self._updates = UpdateMoves(plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks)
 
     def run(self) -> Schedule:
         anchors = [self._begin(index, anchor) for index, anchor in enumerate(self._anchors)]
         if order := self._signature.order:
-            last = () if self._plan.priority else last_step(self._placed, order)
+            last = () if self._plan.priority else last_step(self._placed, order, ranks=self._ranks)
             edges = dict.fromkeys((*anchors[0].carried, *last, *last_kept(self._placed, order)))
             anchors[0] = replace(anchors[0], carried=tuple(edges))
         return Schedule(
@@ -159,6 +163,7 @@ class _Lowering:
             resident_after=frozenset(self._host.held),
             device_before=frozenset() if self._room is None else self._room.resident,
             device_after=frozenset() if self._device is None else frozenset(self._device.held),
+            ranks=self._ranks,
         )
 
     def _begin(self, index: int, anchor: Anchor) -> Anchor:
@@ -172,7 +177,7 @@ class _Lowering:
         needs = [self._weights.need(index, anchor.block)]
         carried = self._pending(anchor) if needs == [None] else ()
         if anchor.phase is Phase.BACKWARD and self._activations is not None:
-            carried = tuple(last_gradients(self._placed, self._anchors, index))
+            carried = tuple(last_gradients(self._placed, self._anchors, index, ranks=self._ranks))
         swaps = self._activations if self._signature.training else None
         use = index if anchor.phase is Phase.FORWARD else len(self._anchors) - 2 - index
         if swaps is not None and anchor.phase is Phase.BACKWARD:
@@ -201,14 +206,15 @@ class _Lowering:
         if anchor.phase is not Phase.FORWARD or not placed.trainable:
             return ()
         if placed.renewed:
-            return ((OpKind.UPLOAD, anchor.block),)
+            return ((OpKind.UPLOAD if self._ranks == 1 else OpKind.GATHER, anchor.block),)
         # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for
         # that update.
         return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
 
 
 def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, device: DeviceRoom | None) -> None:
-    if device is None and plan.micro_batches > 1:
+    on_host, ranks = device is None or device.ranks > 1, 1 if device is None else device.ranks
+    if on_host and plan.micro_batches > 1:
         raise ConfigError(
             f"plan {plan.name!r}: micro_batches={plan.micro_batches}; where the device is the host's own CPU a batch is not split. "
             f"Allowed: 1. Use the Trainer's accumulate_grad_batches."
@@ -221,8 +227,13 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
                 f"block, so they must stay in memory. Allowed: 'device', 'host'. Put a rule for this block before the one that "
                 f"matches it."
             )
-        if device is None and keeps_less(row.plan):
+        if on_host and keeps_less(row.plan):
             _refuse_swaps(plan, row)
+        if ranks > 1 and row.trainable and not row.on_cpu:
+            raise ConfigError(
+                f"plan {plan.name!r}: block {name!r} has update='device'; {ranks} ranks share the model, and each updates its "
+                f"slice on the CPU. Allowed: 'cpu'."
+            )
         if device is not None and row.on_cpu and row.plan.state is Tier.DEVICE:
             raise ConfigError(
                 f"plan {plan.name!r}: block {name!r} has state='device' with update='cpu'; the CPU updates what is in host memory. "
@@ -234,11 +245,15 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
                 f"{format_bytes(capacity_bytes)} are left for weights that live on disk. Raise host_memory, or choose smaller "
                 f"blocks with block_cls."
             )
-        if device is not None and row.below_device and size > device.capacity_bytes:
+        if device is not None and row.below_device and size * ranks > device.capacity_bytes:
             raise OutOfMemoryBudgetError(
                 f"block {name!r} needs {format_bytes(size)} of device memory for its weights; "
                 f"{format_bytes(device.capacity_bytes)} are left for weights that live below the device. Raise device_memory, keep "
                 f"less of other blocks on the device, or choose smaller blocks with block_cls."
+                if ranks == 1
+                else f"block {name!r} needs {format_bytes(size * ranks)} of host memory on each of {ranks} ranks for its whole "
+                f"weights; {format_bytes(device.capacity_bytes)} are left for them. Raise host_memory, or choose smaller blocks "
+                f"with block_cls."
             )
 
 

@@ -26,7 +26,7 @@ def step_signatures(plan: Plan, *, updates: Updates = Updates.IN_BACKWARD) -> tu
 
 
 def steady(
-    plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, sizes: CacheSizes
+    plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, sizes: CacheSizes, ranks: int = 1
 ) -> tuple[Schedule, ...]:
     """Lowers the micro-batches of one optimizer step in steady state.
 
@@ -35,6 +35,8 @@ def steady(
         model: The blocks' sizes.
         signatures: The micro-batches; ``None``: those of :func:`step_signatures`.
         sizes: Memory for what comes and goes.
+        ranks: Ranks that share the model, as for :func:`lower`; ``sizes.device_cache_bytes`` is for
+            whole weights then.
 
     Returns:
         One schedule per micro-batch; each begins with what the one before leaves, the first with
@@ -52,7 +54,7 @@ def steady(
         for signature in signatures:
             room = None
             if sizes.device_cache_bytes is not None:
-                room = DeviceRoom(resident=held, capacity_bytes=sizes.device_cache_bytes)
+                room = DeviceRoom(resident=held, capacity_bytes=sizes.device_cache_bytes, ranks=ranks)
             capacity = sizes.host_cache_bytes
             schedules.append(lower(plan, model, signature, resident=resident, capacity_bytes=capacity, device=room))
             resident, held = schedules[-1].resident_after, schedules[-1].device_after

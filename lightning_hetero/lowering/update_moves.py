@@ -27,6 +27,7 @@ class UpdateMoves:
         uses: When weights are used.
         weights: Where they are.
         activations: Where those are; ``None`` where the device is the host.
+        ranks: Ranks that share the model.
     """
 
     def __init__(
@@ -38,7 +39,11 @@ class UpdateMoves:
         uses: Uses,
         weights: WeightMoves,
         activations: ActivationMoves | None,
+        ranks: int = 1,
     ) -> None:
+        self._ranks = ranks
+        self._agreed: int | None = None  # the AGREE that all ranks have the last record
+        self._verdict: tuple[int, ...] = ()  # the AGREE that makes the verdict one
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
         self._uses, self._weights, self._activations = uses, weights, activations
         self._in_backward = updates_in_backward(plan, signature.updates)
@@ -102,6 +107,8 @@ class UpdateMoves:
         """
         if self._signature.updates is Updates.NONE:
             return
+        if self._ranks > 1 and self._signature.updates is not Updates.IN_BACKWARD:
+            self._verdict = (self._agree(),)
         again = self._speculates and self._signature.updates is Updates.REDONE
         if not self._plan.priority and not again:
             for block in self._updated:
@@ -121,7 +128,7 @@ class UpdateMoves:
         for block in sorted(self._updated):
             before = self._mirror(block, before)
         if self._stores:
-            self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=self._stores)
+            self._issue(OpKind.COMMIT, NO_BLOCK, Lane.DISK_WRITE, after=(*self._stores, *self._verdict))
 
     def _renew(self, block: int) -> None:
         """Uploads new weights once, when that delays nothing."""
@@ -133,7 +140,8 @@ class UpdateMoves:
         depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes
         over = self._grads[-depth][1] if self._in_backward and len(self._grads) >= depth else None
         after = () if over is None else (self._updated[over],)
-        self._grads.append((self._issue(OpKind.GRAD, block, Lane.D2H, Payload.GRADIENTS, size, after=after), block, over))
+        kind, lane = (OpKind.GRAD, Lane.D2H) if self._ranks == 1 else (OpKind.REDUCE, Lane.NET)
+        self._grads.append((self._issue(kind, block, lane, Payload.GRADIENTS, size * self._ranks, after=after), block, over))
 
     def _update(self, index: int, block: int) -> None:
         shape, placed = self._placed[block].shape, self._placed[block]
@@ -143,7 +151,9 @@ class UpdateMoves:
         if block not in self._opened and (placed.plan.state is Tier.DISK or placed.state_moves):
             self._open(block, after=behind)
         lane = Lane.COMPUTE if placed.plan.update is UpdateLane.DEVICE else Lane.CPU
+        stores = self._after_commit() if placed.stored else ((), ())
         carried = self._mirrored(block)
+        behind += self._verdict
         last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind, carried=carried)
         self._updated[block] = last
         if placed.weights_return:
@@ -155,7 +165,8 @@ class UpdateMoves:
             with_state = placed.plan.state is Tier.DISK
             payload = Payload.STATE if with_state else Payload.WEIGHTS
             size = shape.weight_bytes + (shape.state_bytes if with_state else 0)
-            last = self._issue(OpKind.STORE, block, Lane.DISK_WRITE, payload, size, carried=((OpKind.COMMIT, NO_BLOCK),))
+            after, carried = stores
+            last = self._issue(OpKind.STORE, block, Lane.DISK_WRITE, payload, size, after=after, carried=carried)
             self._stores.append(last)
         if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
             self._behind = (last,)
@@ -166,12 +177,27 @@ class UpdateMoves:
         if not placed.mirrored_bytes:
             return before
         payload = Payload.WEIGHTS if placed.plan.state is Tier.DISK else Payload.STATE
-        size, carried = placed.mirrored_bytes, ((OpKind.COMMIT, NO_BLOCK),)
+        size, (after, carried) = placed.mirrored_bytes, self._after_commit()
         if placed.lent_bytes:
             self._issue(OpKind.MIRROR, block, Lane.D2H, payload, placed.lent_bytes, after=before)
-        last = self._issue(OpKind.MIRROR, block, Lane.DISK_WRITE, payload, size, carried=carried)
+        last = self._issue(OpKind.MIRROR, block, Lane.DISK_WRITE, payload, size, after=after, carried=carried)
         self._stores.append(last)
         return (last,) if placed.lent_bytes else before
+
+    def _after_commit(self) -> tuple[tuple[int, ...], tuple[Carried, ...]]:
+        """Edges of what writes over the step before the last: the last one has its record.
+
+        On several ranks all of them have it.
+        """
+        if self._ranks == 1:
+            return (), ((OpKind.COMMIT, NO_BLOCK),)
+        return ((self._agree() if self._agreed is None else self._agreed),), ()
+
+    def _agree(self) -> int:
+        carried = ((OpKind.COMMIT, NO_BLOCK),) if self._agreed is None else ()
+        number = self._issue(OpKind.AGREE, NO_BLOCK, Lane.NET, carried=carried)
+        self._agreed = number if self._agreed is None else self._agreed
+        return number
 
     def _mirrored(self, block: int) -> tuple[Carried, ...]:
         """Carried edges of the block's update: MIRRORs that still read the memory it changes."""

@@ -25,6 +25,7 @@ class WeightMoves:
         depth: Blocks whose weights are brought ahead of their use, on each tier.
         absent: ``depth`` counts only blocks that the tier does not hold, as a step without backward
             brings them; see [Note: Residency].
+        ranks: Ranks that share the model: whole weights come to the device from all of them.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class WeightMoves:
         device: Cache | None,
         depth: int,
         absent: bool = False,
+        ranks: int = 1,
     ) -> None:
         self.host, self.device, self._absent = host, device, absent
-        self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
+        self._placed, self._issue, self._uses, self._depth, self._ranks = placed, issue, uses, depth, ranks
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
         self._higher = 0  # up to this place in there, weights of uses to come are on the device
         self._below_device = uses.of({b for b, p in enumerate(placed) if p.below_device})
@@ -115,8 +117,9 @@ class WeightMoves:
         return True
 
     def _upload(self, device: Cache, block: int, *, after: Sequence[int] = ()) -> None:
-        size = self._placed[block].shape.weight_bytes
-        device.add(block, self._issue(OpKind.UPLOAD, block, Lane.H2D, Payload.WEIGHTS, size, after=after))
+        kind, lane = (OpKind.UPLOAD, Lane.H2D) if self._ranks == 1 else (OpKind.GATHER, Lane.NET)
+        size = self._placed[block].shape.weight_bytes * self._ranks
+        device.add(block, self._issue(kind, block, lane, Payload.WEIGHTS, size, after=after))
         self.host.touch(block)
 
     def renew(self, device: Cache, block: int) -> None:
@@ -154,6 +157,7 @@ class WeightMoves:
 
     def release(self, cache: Cache, block: int) -> None:
         """Gives the memory of a block's weights on one tier back."""
-        size = self._placed[block].shape.weight_bytes
-        lane = Lane.DISK_READ if cache is self.host else Lane.H2D
+        size, lane = self._placed[block].shape.weight_bytes, Lane.DISK_READ
+        if cache is not self.host:
+            size, lane = size * self._ranks, Lane.H2D if self._ranks == 1 else Lane.NET
         cache.remove(block, self._issue(OpKind.RELEASE, block, lane, Payload.WEIGHTS, size, after=cache.after_release()))

@@ -27,7 +27,9 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "SWAP_IN": ("activations in", "#f39ac0"),
     "SWAP_OUT state": ("state out", "#b8a400"),
     "SWAP_IN state": ("state in", "#c2618f"),
+    "GATHER": ("gather (all ranks)", "#1f7a8c"),
     "REDUCE": ("reduce", "#35b5b0"),
+    "AGREE": ("agree", "#555555"),
     "COMMIT": ("commit", "#222222"),
 }
 DARK = {"B", "GRAD", "UPDATE", "STORE", "MIRROR", "FETCH", "COMMIT", "SWAP_IN state"}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_hetero.cost import Amount, Rates, Work, amount_of, backward_s, stored_bytes, update_amount
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates, urgency
@@ -85,10 +86,16 @@ class _Compiler:
         self._duplex = rates.hardware.disk_duplex
         buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
         self._program = Program(buffer_bytes=buffer_bytes, chooses_d2h=plan.priority)
-        deferred = self._shared and schedules[-1].signature.updates not in (Updates.NONE, Updates.IN_BACKWARD)
+        ranks = schedules[-1].ranks
+        if ranks not in (1, self._world_size):
+            raise ConfigError(
+                f"a schedule for {ranks} ranks on machine {rates.hardware.name!r} with world_size={self._world_size}; both have to "
+                f"be the same."
+            )
+        deferred = self._shared and ranks == 1 and schedules[-1].signature.updates not in (Updates.NONE, Updates.IN_BACKWARD)
         self._memory = Occupancy(
             plan, model, shared_memory=self._shared, staging_bytes=staging_bytes + _spare_bytes(schedules[-1], plan, model),
-            keeps_gradients=deferred,
+            ranks=ranks, keeps_gradients=deferred,
         )  # fmt: skip
         self._in_order = {Server.H2D, Server.NET} | (set() if plan.priority else {Server.D2H})
         self._lane_first: dict[Server, int] = {}  # servers that keep the schedule's order
@@ -207,7 +214,7 @@ class _Compiler:
         again = op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS and op.block in self._resident
         if op.kind is OpKind.FETCH and op.payload is Payload.WEIGHTS:
             self._resident.add(op.block)
-        elif op.kind is OpKind.RELEASE and op.lane is not Lane.H2D:
+        elif op.kind is OpKind.RELEASE and op.lane is Lane.DISK_READ:
             self._resident.discard(op.block)
         after = [self._done[i] for i in op.after]
         if op.kind is OpKind.FETCH and op.payload is Payload.STATE:
@@ -316,6 +323,8 @@ class _Compiler:
         stream.issued_at = op.at
         # The engine computes only what it may write: the commit of the step before comes first.
         self._carry(dict.fromkeys((*op.carried, *(store.carried if store else ()))), arm)
+        for agreed in () if store is None else [i for i in store.after if i < op.id and i not in op.after]:
+            program.edge(self._done[agreed], arm)  # on several ranks: the commits of all
         amount = update_amount(op, self._model, shared_memory=self._shared)
         rank, units = self._rank(op, Work.CPU_UPDATE), amount.units / stream.num_pieces
         role = Role.LAST if store is None and stream.reads else Role.NONE

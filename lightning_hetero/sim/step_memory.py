@@ -49,13 +49,23 @@ class Occupancy:
         model: The model.
         shared_memory: Device and host are one pool, which counts as host memory.
         staging_bytes: Host memory through which state on disk streams.
+        ranks: Ranks that share the model, of which ``model`` is one's slice; whole weights and
+            gradients take memory too.
         keeps_gradients: Gradients stay after the updates until the next backward, as in plain
             Lightning; the runtime does this if updates follow the verdict.
     """
 
     def __init__(
-        self, plan: Plan, model: ModelProfile, *, shared_memory: bool, staging_bytes: int, keeps_gradients: bool = False
+        self,
+        plan: Plan,
+        model: ModelProfile,
+        *,
+        shared_memory: bool,
+        staging_bytes: int,
+        ranks: int = 1,
+        keeps_gradients: bool = False,
     ) -> None:
+        self._ranks = ranks
         self._plan, self._model, self._shared = plan, model, shared_memory
         self._shapes = model.shape().blocks
         self._staging_bytes = staging_bytes
@@ -70,7 +80,7 @@ class Occupancy:
         device, host = self._model.constant_device_bytes, self._model.constant_host_bytes + self._staging_bytes
         for index, (shape, placed) in enumerate(zip(self._shapes, self._plan.blocks, strict=True)):
             weights = shape.weight_bytes
-            device += weights if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
+            device += weights * self._ranks if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
             # A CPU update writes the weights in host memory, for any tier of the weights.
             updated = shape.num_trainable_params > 0 and placed.update is UpdateLane.CPU
             copied = placed.weights is Tier.DEVICE and updated and not self._shared
@@ -91,7 +101,7 @@ class Occupancy:
         self._kept_bytes = 0
         if index not in self._on_device:
             self._on_device.add(index)
-            taken += shape.gradient_bytes
+            taken += shape.gradient_bytes * self._ranks
         return self._pooled(taken, 0), self._pooled(-given, 0)
 
     def op(self, op: Op, *, tried: bool = False) -> tuple[Effect | None, Effect | None]:
@@ -103,13 +113,15 @@ class Occupancy:
         match op.kind, op.payload, op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
                 return self._pooled(0, size), None
-            case OpKind.RELEASE, _, Lane.H2D:
+            case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 return None, self._pooled(-size, 0)
             case OpKind.RELEASE, _, _:
                 return None, self._pooled(0, -size)
-            case OpKind.UPLOAD, _, _ if placed is not None and placed.weights is not Tier.DEVICE:
+            case ((OpKind.UPLOAD | OpKind.GATHER), _, _) if placed is not None and placed.weights is not Tier.DEVICE:
                 return self._pooled(size, 0), None
             case OpKind.GRAD, _, _:
+                return self._gradients(op.block)
+            case OpKind.REDUCE, _, _ if self._ranks > 1:
                 return self._gradients(op.block)
             case OpKind.UPDATE, _, _ if tried:
                 self._tried.add(op.block)
@@ -142,15 +154,15 @@ class Occupancy:
         """Frees gradients that no update has used before the next step, unless they are kept."""
         if self._keeps_gradients or not (self._on_device or self._on_host):
             return None
-        device = sum(self._shapes[b].gradient_bytes for b in self._on_device)
+        device = sum(self._shapes[b].gradient_bytes * self._ranks for b in self._on_device)
         host = sum(self._shapes[b].gradient_bytes for b in self._on_host)
         return self._pooled(-device, -host)
 
     def _gradients(self, block: int) -> tuple[Effect, Effect]:
-        """A copy to the host; gradients of later micro-batches are added to it."""
+        """A copy to the host, or a slice of a sum; those of later micro-batches are added to it."""
         size = self._shapes[block].gradient_bytes
         taken = 0 if block in self._on_host else size
-        given = size if block in self._on_device else 0
+        given = size * self._ranks if block in self._on_device else 0
         self._on_host.add(block)
         self._on_device.discard(block)
         return self._pooled(0, taken), self._pooled(-given, 0)
@@ -159,7 +171,7 @@ class Occupancy:
         if self._keeps_gradients:
             return 0, 0
         size = self._shapes[block].gradient_bytes
-        device, host = size * (block in self._on_device), size * (block in self._on_host)
+        device, host = size * self._ranks * (block in self._on_device), size * (block in self._on_host)
         self._on_device.discard(block)
         self._on_host.discard(block)
         return self._pooled(-device, -host)

@@ -13,7 +13,7 @@ import pytest
 from lightning_hetero.ir.model import BlockShape, ModelShape, OperatorProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Schedule, StepSignature, Updates
-from lightning_hetero.lowering import CacheSizes, check, fitted, lower, steady
+from lightning_hetero.lowering import CacheSizes, DeviceRoom, check, fitted, lower, steady
 from lightning_hetero.planners import disk, host, resident
 
 HERE = Path(__file__).parent
@@ -82,6 +82,37 @@ def _compare(name: str, schedule: Schedule, pytestconfig: pytest.Config) -> None
     if pytestconfig.getoption("--update-golden"):
         golden.write_text(schedule.to_text(), encoding="utf-8")
     assert schedule.to_text() == golden.read_text(encoding="utf-8"), f"{golden.name} differs; --update-golden rewrites it"
+
+
+# ---- ranks that share the model ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "planner", "signature"),
+    [
+        ("ranks_host", host, STEP),
+        ("ranks_disk", disk, STEP),
+        ("ranks_disk_speculative", disk, replace(STEP, updates=Updates.SPECULATIVE)),
+        ("ranks_disk_redone", disk, replace(STEP, updates=Updates.REDONE)),
+        ("ranks_disk_evaluation", disk, StepSignature(order=STEP.order, training=False)),
+    ],
+)
+def test_schedule_of_two_ranks_is_the_reviewed_one(
+    name: str, planner: Callable[[ModelShape], Plan], signature: StepSignature, pytestconfig: pytest.Config
+) -> None:
+    """One of two ranks that share the model: each has half of all sizes, and three whole layers fit
+    in memory.
+    """
+    model = replace(MODEL, blocks=tuple(replace(_block(b.name, b.num_params // 2), pinned=b.pinned) for b in MODEL.blocks))
+    plan = fitted(planner(model), model, device=True)
+    slices, whole = 2 * 200, 3 * 400
+    resident, held = frozenset[int](), frozenset[int]()
+    for _ in range(2):
+        room = DeviceRoom(resident=held, capacity_bytes=whole, ranks=2)
+        schedule = lower(plan, model, signature, resident=resident, capacity_bytes=slices, device=room)
+        resident, held = schedule.resident_after, schedule.device_after
+    check(schedule, plan, model, capacity_bytes=slices, device_capacity_bytes=whole)
+    _compare(name, schedule, pytestconfig)
 
 
 # ---- a device with memory of its own -------------------------------------------------------------

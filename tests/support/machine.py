@@ -54,10 +54,13 @@ class Machine:
         model: The model.
         schedules: All of them, in order; each begins with what the one before leaves.
         seed: Of the order of events.
+        ranks: Machines that share the model, of which ``model`` is one's slice; see
+            ``support.rank_machines``. Whole weights take the place of the device's copies.
     """
 
-    def __init__(self, plan: Plan, model: ModelProfile, schedules: Sequence[Schedule], *, seed: int) -> None:
-        self.plan, self.model, self.schedules, self.random = plan, model, schedules, Random(seed)
+    def __init__(self, plan: Plan, model: ModelProfile, schedules: Sequence[Schedule], *, seed: int, ranks: int = 1) -> None:
+        self.plan, self.model, self.schedules, self.random, self.ranks = plan, model, schedules, Random(seed), ranks
+        self.next_compute = 0  # in self.compute
         self.placed = placements(plan, model.shape(), device=True)
         self.version = [0] * len(self.placed)  # updates that each block has seen, as the program says
         self.value: dict[Place, int] = {}
@@ -81,23 +84,33 @@ class Machine:
 
     def run(self) -> None:
         """Runs everything to its end."""
+        self.begin()
+        while self.pending:
+            events = self.events()
+            assert events, f"nothing can go on; next on compute: {self.compute[self.next_compute]}"
+            self.advance(self.random.choice(events))
+
+    def begin(self) -> None:
+        """All ops and anchors wait to start."""
         for number, schedule in enumerate(self.schedules):
             self._program(number, schedule)
-        every = list(self.pending)
-        index = 0  # of the next in self.compute
-        while not all(r.ended for r in every):
-            ready = [r for r in self.pending if not r.started and all(w.ended for w in r.waits)]
-            if index < len(self.compute):
-                ready = [r for r in ready if r not in self.compute or r is self.compute[index]]
-            running = [r for r in self.pending if r.started and not r.ended]
-            assert ready or running, f"nothing can go on; next on compute: {self.compute[index]}"
-            run = self.random.choice(ready + running)
-            if not run.started:
-                self._start(run)
-            else:
-                self._end(run)
-                self.pending.remove(run)
-                index += index < len(self.compute) and run is self.compute[index]
+
+    def events(self) -> list[Run]:
+        """What may start or end now."""
+        index = self.next_compute
+        ready = [r for r in self.pending if not r.started and all(w.ended for w in r.waits)]
+        if index < len(self.compute):
+            ready = [r for r in ready if r not in self.compute or r is self.compute[index]]
+        return ready + [r for r in self.pending if r.started and not r.ended]
+
+    def advance(self, run: Run) -> None:
+        """Starts what has not started, and ends what has."""
+        if not run.started:
+            self._start(run)
+            return
+        self._end(run)
+        self.pending.remove(run)
+        self.next_compute += self.next_compute < len(self.compute) and run is self.compute[self.next_compute]
 
     # ---- what waits for what ---------------------------------------------------------------------
 
@@ -192,13 +205,13 @@ class Machine:
                 run.reads, run.writes = [weights["file"]], [weights["host"]]
             case OpKind.FETCH, Payload.STATE, _:
                 run.reads, run.writes = [state["file"]], [state["staging"]]
-            case OpKind.UPLOAD, _, _:
+            case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
                 run.reads, run.writes = [weights["host"]], [weights["device"]]
-            case OpKind.RELEASE, _, Lane.H2D:
+            case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 run.writes = [weights["device"]]
             case OpKind.RELEASE, _, _:
                 run.writes = [weights["host"]]
-            case OpKind.GRAD, _, _:
+            case ((OpKind.GRAD | OpKind.REDUCE), _, _):
                 run.writes = [gradients["device"], gradients["host"]]
             case OpKind.UPDATE, _, Lane.CPU:
                 assert p is not None
@@ -242,16 +255,16 @@ class Machine:
                 lost = self.value.get(("weights", "host", b)) == _LOST
                 assert lost or ("weights", "host", b) not in self.value, f"{run}: the host has them"
                 self._memory(host_cache=0 if lost else op.num_bytes)
-            case OpKind.UPLOAD, _, _:
+            case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
                 assert ("weights", "host", b) in self.value, f"{run}: nothing to upload"
                 if self.placed[b].below_device:
                     assert ("weights", "device", b) not in self.value, f"{run}: the device has them"
                     self._memory(device_cache=op.num_bytes)
             case OpKind.RELEASE, _, Lane.DISK_READ:
                 assert self.value["weights", "file", b] == self.value["weights", "host", b], f"{run}: loses an update"
-            case OpKind.GRAD, _, _:
+            case ((OpKind.GRAD | OpKind.REDUCE), _, _):
                 assert self.value["gradients", "device", b] > 0, f"{run}: no gradients"
-                self._memory(host=op.num_bytes * (("gradients", "host", b) not in self.value))
+                self._memory(host=op.num_bytes // self.ranks * (("gradients", "host", b) not in self.value))
             case OpKind.UPDATE, _, Lane.CPU:
                 self._cpu_update_starts(run, b)
             case OpKind.UPDATE, _, _:
@@ -288,15 +301,15 @@ class Machine:
             case OpKind.FETCH, payload, _:
                 place = "host" if payload is Payload.WEIGHTS else "staging"
                 self.value[payload.value, place, b] = self.value[payload.value, "file", b]
-            case OpKind.UPLOAD, _, _:
+            case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
                 self.value["weights", "device", b] = self.value["weights", "host", b]
-            case OpKind.RELEASE, _, Lane.H2D:
+            case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 del self.value["weights", "device", b]
                 self._memory(device_cache=-op.num_bytes)
             case OpKind.RELEASE, _, _:
                 del self.value["weights", "host", b]
                 self._memory(host_cache=-op.num_bytes)
-            case OpKind.GRAD, _, _:
+            case ((OpKind.GRAD | OpKind.REDUCE), _, _):
                 added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "device", b))
                 self.value["gradients", "host", b] = added
                 self._memory(device=-op.num_bytes)
@@ -340,7 +353,7 @@ class Machine:
             return
         if self.placed[b].swaps:
             assert ("activations", "device", run.schedule, run.use) in self.value, f"{run} lacks its activations"
-        new = self.placed[b].shape.gradient_bytes * (("gradients", "device", b) not in self.value)
+        new = self.placed[b].shape.gradient_bytes * self.ranks * (("gradients", "device", b) not in self.value)
         self._memory(device=self.placed[b].saved.recomputed + block.transient_bytes + new)
 
     def _compute_ends(self, run: Run, anchor: Anchor) -> None:

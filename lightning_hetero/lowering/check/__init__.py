@@ -6,8 +6,11 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import Op, Phase, Schedule
 from lightning_hetero.lowering.check import structure
+from lightning_hetero.lowering.check.collectives import same_order
 from lightning_hetero.lowering.check.history import History
-from lightning_hetero.lowering.check.rules import DEVICE, HOST
+from lightning_hetero.lowering.check.rules import DEVICE, HOST, RANKS
+
+__all__ = ["check", "same_order"]
 
 
 def check(
@@ -53,18 +56,27 @@ def check(
       for them when their backward begins. Their memory on the way is bounded
       (``activation_moves.py``).
 
+    Where several ranks share the model ([Note: Ranks] in ``ir.schedule``), whole weights take the
+    place of the device's copies, GATHER that of UPLOAD, and REDUCE that of GRAD. So whole weights
+    are gathered before their use and released once, and gradients are reduced once, after the last
+    backward and before the UPDATE. And:
+
+    - *commit*: STORE and MIRROR wait for an AGREE that follows the COMMIT of the step before.
+    - *collectives*: Where updates wait for all gradients, an AGREE makes the verdict one. Across
+      ranks: :func:`same_order`.
+
     Args:
         schedule: The schedule of one step.
         plan: The resolved plan it was lowered from.
         model: The blocks' sizes.
         capacity_bytes: Host bytes for weights that live on disk.
         device_capacity_bytes: Device bytes for weights that live below the device; ``None``: the
-            device is the host's own CPU.
+            device is the host's own CPU. On several ranks: bytes for whole weights.
 
     Raises:
         ScheduleError: The first broken invariant, with op, block, rule and the ops around it.
     """
-    rules = HOST if device_capacity_bytes is None else DEVICE
+    rules = RANKS if schedule.ranks > 1 else HOST if device_capacity_bytes is None else DEVICE
     history = History(schedule, plan, model, capacity_bytes, device_capacity_bytes)
     structure.anchors(history)
     structure.edges(history)

@@ -12,8 +12,15 @@ def store(h: History, op: Op, _: Anchor) -> None:
     previous = h.last.get((op.block, Chain.HOST))
     if not h.placed[op.block].stored or previous is None or previous.kind is not OpKind.UPDATE:
         h.fail("order", op, op.block, "does not follow the UPDATE of a block with a file")
-    if (OpKind.COMMIT, NO_BLOCK) not in op.carried:
+    if not _follows_record(h, op):
         h.fail("commit", op, op.block, "does not wait for the COMMIT of the step before")
+
+
+def _follows_record(h: History, op: Op) -> bool:
+    """Whether the op waits for the record of the step before; on several ranks, for all of them."""
+    if h.ranks == 1:
+        return (OpKind.COMMIT, NO_BLOCK) in op.carried
+    return h.agreed is not None and h.is_behind(op, h.agreed)
 
 
 def mirror(h: History, op: Op, _: Anchor) -> None:
@@ -24,7 +31,7 @@ def mirror(h: History, op: Op, _: Anchor) -> None:
     follows = op.block in h.updated and previous is not None and not repeated
     if op.num_bytes != placed.mirrored_bytes or not follows:
         h.fail("order", op, op.block, f"does not follow the UPDATE of a block with {placed.mirrored_bytes} B to keep")
-    if (OpKind.COMMIT, NO_BLOCK) not in op.carried or not h.after_verdict(op):
+    if not _follows_record(h, op) or not h.after_verdict(op):
         h.fail("commit", op, op.block, "does not wait for the COMMIT of the step before, or comes before the verdict")
     if placed.lent_bytes and (not h.lent or h.lent[-1].block != op.block):
         h.fail("order", op, op.block, "writes what only the device has, and no MIRROR on lane 'd2h' has brought that")

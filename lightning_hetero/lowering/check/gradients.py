@@ -38,7 +38,7 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
     """A backward has memory for its gradients, and those of the last step have left the device."""
     if anchor.phase is not Phase.BACKWARD:
         return
-    missing = [edge for edge in last_gradients(h.placed, h.schedule.anchors, index) if edge not in anchor.carried]
+    missing = [edge for edge in last_gradients(h.placed, h.schedule.anchors, index, ranks=h.ranks) if edge not in anchor.carried]
     if missing:
         got = f"anchor {index} ({anchor}) does not wait for the GRAD of block {missing[0][1]} of the step before"
         h.fail("gradients", None, anchor.block, got)

@@ -26,6 +26,8 @@ class History:
             device is the host's own CPU.
 
     Attributes:
+        ranks: Ranks that share the model. Where there are several, the device's copies are whole
+            weights.
         placed: What the plan means for each block.
         behind: For each op so far a bit set of itself and all ops that it waits for.
         last: The latest op of each chain of each block.
@@ -42,7 +44,9 @@ class History:
         updated: For each block its latest UPDATE.
         speculated: For each block its UPDATE before the verdict.
         update_ended: For each block its UPDATE, or the STORE that follows it.
-        grads: For each block its GRAD, in the order of issue.
+        grads: For each block its GRAD or REDUCE, in the order of issue.
+        agreed: The first AGREE; it is about the record of the step before.
+        agreed_verdict: The last AGREE after the verdict.
         using: Ops that use up gradients and that compute has not waited for.
         state_up: For each block the SWAP_IN of its state, in the order of issue.
         state_down: For each block the SWAP_OUT of its state.
@@ -59,6 +63,9 @@ class History:
     ) -> None:
         self.schedule, self.plan, self.model = schedule, plan, model
         self.has_device = device_capacity_bytes is not None
+        self.ranks = schedule.ranks
+        self.agreed: int | None = None
+        self.agreed_verdict: int | None = None
         self.capacity_bytes, self.device_capacity_bytes = capacity_bytes, device_capacity_bytes or 0
         self.placed = placements(plan, model, device=self.has_device)
         self.speculates = speculates(plan, schedule.signature.updates)
@@ -71,7 +78,7 @@ class History:
         self.fetched: dict[int, int] = {}
         self.released = 0
         self.held = set(schedule.device_before)
-        self.held_bytes = sum(self.placed[b].shape.weight_bytes for b in self.held if self.placed[b].below_device)
+        self.held_bytes = sum(self.copied_bytes(b) for b in self.held)
         self.uploaded: dict[int, int] = {}
         self.released_there = 0
         self.opened: dict[int, int] = {}
@@ -104,6 +111,10 @@ class History:
     def is_behind(self, op: Op, other: int) -> bool:
         """Whether an op waits for another one, directly or through others."""
         return bool(self.behind[op.id] >> other & 1)
+
+    def copied_bytes(self, block: int) -> int:
+        """What the device's copy of a block's weights takes of its memory for such copies."""
+        return self.placed[block].shape.weight_bytes * self.ranks if self.placed[block].below_device else 0
 
     def has_waited(self, op: int) -> bool:
         """Whether compute has waited for an op."""
@@ -146,16 +157,19 @@ class History:
                 self.resident_bytes -= self.placed[block].shape.weight_bytes
                 self.fetched.pop(block, None)
                 self.released |= 1 << op.id
-            case OpKind.RELEASE, _, Lane.H2D:
+            case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 self.held.remove(block)
-                self.held_bytes -= self.placed[block].shape.weight_bytes
+                self.held_bytes -= self.copied_bytes(block)
                 self.uploaded.pop(block, None)
                 self.released_there |= 1 << op.id
-            case OpKind.UPLOAD, _, _:
+            case OpKind.UPLOAD | OpKind.GATHER, _, _:
                 self.held.add(block)
-                self.held_bytes += self.placed[block].shape.weight_bytes if self.placed[block].below_device else 0
+                self.held_bytes += self.copied_bytes(block)
                 self.uploaded[block] = op.id
-            case OpKind.GRAD, _, _:
+            case OpKind.AGREE, _, _:
+                self.agreed = op.id if self.agreed is None else self.agreed
+                self.agreed_verdict = op.id if self.after_verdict(op) else None
+            case OpKind.GRAD | OpKind.REDUCE, _, _:
                 self.grads[block] = op.id
                 self.using.append(op.id)
             case OpKind.UPDATE, _, _:

@@ -94,7 +94,7 @@ def upload(h: History, op: Op, _: Anchor) -> None:
         h.fail("resident", op, op.block, "uploads weights on which there is no verdict yet, or that it has discarded")
     if placed.below_device and h.released_there & ~h.behind[op.id]:
         h.fail("capacity", op, op.block, "does not wait for every RELEASE before it, whose memory it takes over")
-    _fits_device(h, op, op.block, h.held_bytes + (placed.shape.weight_bytes if placed.below_device else 0))
+    _fits_device(h, op, op.block, h.held_bytes + h.copied_bytes(op.block))
 
 
 def device_release(h: History, op: Op, anchor: Anchor) -> None:
@@ -120,7 +120,8 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
     if placed.below_device or placed.renewed:
         _is_present(h, index, anchor, h.held, h.uploaded)
     if anchor.phase is Phase.FORWARD and placed.trainable and block not in h.uploaded:
-        kind = OpKind.UPLOAD if placed.renewed else OpKind.UPDATE
+        arrival = OpKind.UPLOAD if h.ranks == 1 else OpKind.GATHER
+        kind = arrival if placed.renewed else OpKind.UPDATE
         if not (placed.below_device and placed.on_cpu) and (kind, block) not in anchor.carried:
             h.fail("order", None, block, f"anchor {index} ({anchor}) does not wait for the {kind.value} of the step before")
 

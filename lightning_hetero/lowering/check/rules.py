@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload
-from lightning_hetero.lowering.check import commit, gradients, residency, structure, swaps, updates
+from lightning_hetero.lowering.check import collectives, commit, gradients, residency, structure, swaps, updates
 from lightning_hetero.lowering.check.history import History
 
 What = tuple[OpKind, Payload, Lane]
@@ -78,4 +78,19 @@ DEVICE = Rules(
     },
     anchors=(residency.device_anchor_begins, gradients.device_anchor_begins, swaps.anchor_begins),
     end=(*HOST.end, gradients.device_ends, updates.all_gone_back, residency.device_ends, swaps.all_back),
+)
+
+RANKS = Rules(
+    begin=DEVICE.begin,
+    ops={
+        **{what: rules for what, rules in DEVICE.ops.items() if what in HOST.ops and what[2] is not Lane.COMPUTE},
+        (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.upload, _BYTES),
+        (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.device_release, _BYTES),
+        (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.grad, _BYTES),
+        (OpKind.UPDATE, _STATE, Lane.CPU): (*_UPDATE, collectives.verdict),
+        (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): (commit.commit, collectives.verdict),
+        (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
+    },
+    anchors=(residency.device_anchor_begins, gradients.device_anchor_begins),
+    end=(*HOST.end, gradients.device_ends, residency.device_ends),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Op, OpKind, Payload
+from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload
 from lightning_hetero.lowering.chains import carried_into
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.lower import expected_anchors, last_kept, last_step
@@ -26,7 +26,7 @@ def edges(h: History) -> None:
     for index, op in enumerate(h.schedule.ops):
         if op.id != index:
             h.fail("acyclic", op, op.block, f"has id {op.id}, its place is {index}")
-        if not (op.kind is OpKind.COMMIT and op.block == NO_BLOCK) and not 0 <= op.block < len(h.model.blocks):
+        if not (op.kind in (OpKind.COMMIT, OpKind.AGREE) and op.block == NO_BLOCK) and not 0 <= op.block < len(h.model.blocks):
             h.fail("acyclic", op, NO_BLOCK, f"names block {op.block} of {len(h.model.blocks)}")
         if any(not 0 <= i < index for i in op.after):
             h.fail("acyclic", op, op.block, f"waits for ops {op.after}; allowed: ids from 0 to {index - 1}")
@@ -41,7 +41,7 @@ def first_anchor(h: History) -> None:
     """The first forward waits for the last step if the plan, or a kept step, requires it."""
     if not h.plan.priority and h.schedule.anchors:
         first = h.schedule.anchors[0]
-        missing = [edge for edge in last_step(h.placed, h.schedule.signature.order) if edge not in first.carried]
+        missing = [edge for edge in last_step(h.placed, h.schedule.signature.order, ranks=h.ranks) if edge not in first.carried]
         if missing:
             kind, block = missing[0]
             got = f"anchor 0 ({first}) does not wait for its {kind.value} of the step before, as a plan without priority must"
@@ -70,5 +70,6 @@ def moves_its_payload(h: History, op: Op, _: Anchor) -> None:
     shape = h.placed[op.block].shape
     sizes = {Payload.WEIGHTS: shape.weight_bytes, Payload.STATE: shape.state_bytes, Payload.GRADIENTS: shape.gradient_bytes}
     size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)
+    size *= h.ranks if op.lane is Lane.NET else 1
     if op.num_bytes != size:
         h.fail("order", op, op.block, f"moves {op.num_bytes} bytes of {op.payload.value}; there are {size}")

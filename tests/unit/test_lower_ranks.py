@@ -1,0 +1,47 @@
+"""What is refused where several ranks share the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.simulations import ON_DISK, ON_HOST, RESIDENT, model_of, plan_of
+
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
+from lightning_hetero.ir.schedule import OpKind, Schedule, StepSignature, Updates
+from lightning_hetero.lowering import DeviceRoom, lower
+
+STEP = StepSignature(order=(0, 1), training=True, updates=Updates.IN_BACKWARD)
+SLICE = model_of(20, 20).slice_of(2).shape()  # 40 bytes of weights each; both slices are 80
+
+
+def lowered(plan: Plan, *, ranks: int = 2, whole_bytes: int = 160) -> Schedule:
+    room = DeviceRoom(capacity_bytes=whole_bytes, ranks=ranks)
+    return lower(plan, SLICE, STEP, resident=frozenset(), capacity_bytes=80, device=room)
+
+
+def test_ranks_update_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match="block 'l0' has update='device'; 2 ranks share the model"):
+        lowered(plan_of(replace(RESIDENT, state=Tier.HOST), ON_HOST))
+
+
+def test_whole_weights_have_to_fit() -> None:
+    lowered(plan_of(ON_DISK, ON_DISK), whole_bytes=80)
+    with pytest.raises(OutOfMemoryBudgetError, match="block 'l0' needs 80 B of host memory on each of 2 ranks"):
+        lowered(plan_of(ON_DISK, ON_DISK), whole_bytes=79)
+
+
+def test_activations_stay_where_devices_are_the_hosts_own_cpu() -> None:
+    with pytest.raises(ConfigError, match="saved='swap_host'"):
+        lowered(plan_of(replace(ON_HOST, saved=Saved.SWAP_HOST), ON_HOST))
+
+
+def test_batches_are_not_split_there() -> None:
+    with pytest.raises(ConfigError, match="micro_batches=2"):
+        lowered(replace(plan_of(ON_HOST, ON_HOST), micro_batches=2))
+
+
+def test_one_rank_has_no_collectives() -> None:
+    kinds = {op.kind for op in lowered(plan_of(ON_DISK, BlockPlan(name="")), ranks=1).ops}
+    assert not kinds & {OpKind.GATHER, OpKind.REDUCE, OpKind.AGREE}
