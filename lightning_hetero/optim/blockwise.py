@@ -36,6 +36,11 @@ def check_supported(optimizer: Optimizer) -> None:
             )
     inner = next(held(optimizer), None)
     sixteen_bit = any(p.dtype in MASTERED for group in optimizer.param_groups for p in group["params"])
+    if sixteen_bit and steps_otherwise(optimizer):
+        raise UnsupportedError(
+            f"optimizer {name} has been given another step(): 16-bit weights have fp32 masters, which would not reach it. Allowed: "
+            f"hooks (register_step_pre_hook, register_step_post_hook), a class that derives from {name}, or 32-bit weights."
+        )
     if inner is not None and (sixteen_bit or getattr(optimizer, "hetero_blockwise", False)):
         what = "16-bit weights have fp32 masters, which" if sixteen_bit else "an update of one part"
         raise UnsupportedError(
@@ -43,6 +48,31 @@ def check_supported(optimizer: Optimizer) -> None:
             f"Allowed: several optimizers, each with parameters of its own. Or train with 32-bit weights, and without "
             f"hetero_blockwise."
         )
+
+
+def steps_otherwise(optimizer: Optimizer) -> bool:
+    """Whether code has replaced ``step`` on the object, as ``optimizer.step = mine`` does.
+
+    Schedulers replace it too, but by a function that notes the call and runs the class's own.
+    """
+    step: Any = vars(optimizer).get("step")
+    if getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def why_whole(optimizer: Optimizer) -> str:
+    """Why an optimizer cannot run part by part, and what would change that."""
+    name = type(optimizer).__name__
+    if steps_otherwise(optimizer):
+        return (
+            f"{name} has been given another step(), so it is not known to update parameters independently. Use hooks instead "
+            f"(register_step_pre_hook, register_step_post_hook)"
+        )
+    return (
+        f"{name} is not torch's, so it is not known to update parameters independently. If it does, set "
+        f"{name}.hetero_blockwise = True"
+    )
 
 
 def is_blockwise(optimizer: Optimizer) -> bool:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero._native import NativePart, Ticket
 from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.optim.blockwise import why_whole
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
@@ -108,7 +109,7 @@ class KeptSteps:
         for binding in self._bindings:
             name = type(binding.optimizer).__name__
             if binding.capability is Rule.WHOLE:
-                return f"optimizer {name} is not torch's, so it is not known to update parameters independently"
+                return f"optimizer {why_whole(binding.optimizer)}"
             if type(binding.optimizer).state_dict is not Optimizer.state_dict:
                 return f"optimizer {name} has a state_dict of its own"
             if options.device is not None and binding.capability is not Rule.NATIVE:

@@ -36,6 +36,8 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import zero_pages
 from lightning_hetero.untyped import Function, Options, Value
 
+_NOTHING: Options = {}
+
 
 class Rule(Enum):
     """Who computes an optimizer's update."""
@@ -58,6 +60,8 @@ class OptimizerBinding:
             ``load_state_dict`` until :meth:`unbind`.
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Waits for updates under way, before code reads state or zeroes gradients in place.
+        on_touch: Waits until the store has all updates under way, before code reads or writes one
+            tensor of state.
         on_load: Called before state is loaded: parameters may have joined the optimizer.
         with_state: The ``id``s of parameters that have state in the store.
     """
@@ -68,18 +72,22 @@ class OptimizerBinding:
         on_step: Callable[[OptimizerBinding, float], None],
         *,
         on_read: Callable[[], None],
+        on_touch: Callable[[], None],
         on_load: Callable[[OptimizerBinding], None],
         with_state: Collection[int] = (),
     ) -> None:
         blockwise.check_supported(optimizer)
         self.optimizer = optimizer
         # The rule that the optimizer allows wherever its state lives.
-        if adam.supports(optimizer):
+        if blockwise.steps_otherwise(optimizer):
+            self.capability = Rule.WHOLE
+        elif adam.supports(optimizer):
             self.capability = Rule.NATIVE
         else:
             self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
         self.rule = self.capability  # of the plan; without a disk one that could run part by part runs whole
-        self._on_step, self._on_read, self._on_load = on_step, on_read, on_load
+        self._on_step, self._on_read, self._on_touch, self._on_load = on_step, on_read, on_touch, on_load
+        self._attached: dict[int, Options] = {}  # the handles of state in the store, by the parameter's ``id``
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
         self._patches = Patches()
@@ -295,32 +303,71 @@ class OptimizerBinding:
             if not float(state["step"]):
                 del self.optimizer.state[param]
 
-    def is_new(self, part: Part, param: nn.Parameter) -> bool:
-        """Whether the optimizer has no state for the parameter, and the part has an old one."""
-        return part.has_old_state and "step" not in self.optimizer.state.get(param, {})
-
     def new_ones(self, part: Part, indices: Iterable[int]) -> list[int]:
-        """Those of a part with old state that are :meth:`is_new`."""
-        state, nothing = self.optimizer.state, dict[str, object]()
-        return [index for index in indices if "step" not in state.get(part.params[index], nothing)]
+        """Those parameters of a part for which the store has other state than the optimizer.
+
+        The optimizer has none, as after ``state.clear()``, or code has given it other tensors.
+        """
+        names, states, attached, found = adam.state_names(part.dtype), self.optimizer.state, self._attached, []
+        for index in indices:
+            param = part.params[index]
+            state = states.get(param, _NOTHING)
+            if "step" not in state:
+                is_new = part.has_old_state
+            else:
+                ours = attached.get(id(param), _NOTHING)
+                is_new = any(state.get(name) is not ours.get(name) for name in names)
+            if is_new:
+                found.append(index)
+        return found
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
-        """Resets state that the optimizer lacks, as after ``state.clear()``."""
+        """Writes to the store what the optimizer has instead, or that it has nothing.
+
+        Raises:
+            ConfigError: State has another shape, or is missing.
+        """
         runs: list[tuple[int, int, Tensor]] = []
-        for index in self.new_ones(part, indices) if part.has_old_state else ():
+        for index in self.new_ones(part, indices):
             param = part.params[index]
+            state = self.optimizer.state.get(param, _NOTHING)
             for array, name in enumerate(adam.state_names(part.dtype)):
-                is_master = name == adam.MASTER
-                start = part.flat(index, param.detach(), torch.float32) if is_master else zero_pages(param.numel())
+                if name == adam.MASTER and name not in state:
+                    start = part.flat(index, param.detach(), torch.float32)
+                else:
+                    start = self._flat_state(part, index, name, state) if "step" in state else zero_pages(param.numel())
                 runs.append((array, index, start))
+            if "step" in state:
+                self._attach(state, part, index)
         if runs:
             write_state(self._store, part, runs)
+
+    def take_in(self) -> None:
+        """Between two batches: writes to the store what code has put in the place of its state."""
+        parts = dict.fromkeys(part for part, _ in self._homes.values()) if self.rule is Rule.NATIVE else ()
+        for part in parts:
+            mine = [i for i, p in enumerate(part.params) if p.numel() and "step" in self.optimizer.state.get(p, _NOTHING)]
+            self.renew(part, mine)
+
+    @staticmethod
+    def _flat_state(part: Part, index: int, name: str, state: Options) -> Tensor:
+        """State that code has made or loaded, as a run for the store."""
+        value = state.get(name)
+        if not isinstance(value, Tensor) or value.shape != part.params[index].shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else "nothing" if value is None else type(value).__name__
+            raise ConfigError(
+                f"optimizer state {name!r} of {part.names[index]!r}: got {got}, expected shape "
+                f"{tuple(part.params[index].shape)}. A checkpoint with it belongs to another model or optimizer; load it "
+                f"with ckpt_path of the model it was saved from."
+            )
+        return part.flat(index, value.detach(), torch.float32)
 
     def _attach(self, state: Options, part: Part, index: int) -> None:
         param = part.params[index]
         for array, name in enumerate(adam.state_names(part.dtype)):
-            source = StateSource(self._store, part, index, array, name)
+            source = StateSource(self._store, part, index, array, name, self._on_touch)
             state[name] = OffloadedTensor(source, stride=param.stride()) if param.numel() else torch.zeros(param.shape)
+        self._attached[id(param)] = {name: state[name] for name in adam.state_names(part.dtype)}
 
     # ---- what the user calls ---------------------------------------------------------------------
 
@@ -370,16 +417,10 @@ class OptimizerBinding:
             state["step"] = torch.as_tensor(values["step"], dtype=torch.float32).detach().clone().cpu()
             self.optimizer.state[param] = state
             for array, name in enumerate(adam.state_names(part.dtype)):
-                value = values.get(name)
-                if value is None and name == adam.MASTER:  # plain Lightning has written it without masters
-                    value = param.detach().float()
-                if value is None or value.shape != param.shape:
-                    got = "nothing" if value is None else tuple(value.shape)
-                    raise ConfigError(
-                        f"optimizer state {name!r} of {part.names[index]!r}: got {got}, expected shape {tuple(param.shape)}. The "
-                        f"checkpoint belongs to another model or optimizer; load it with ckpt_path of the model it was saved from."
-                    )
-                runs.setdefault(part, []).append((array, index, part.flat(index, value, torch.float32)))
+                found = values
+                if name == adam.MASTER and values.get(name) is None:  # plain Lightning has written it without masters
+                    found = {name: param.detach().float()}
+                runs.setdefault(part, []).append((array, index, self._flat_state(part, index, name, found)))
         for part, of_part in runs.items():
             write_state(self._store, part, of_part)
             if {index for _, index, _ in of_part} == set(range(len(part.params))):

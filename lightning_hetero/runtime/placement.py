@@ -27,7 +27,7 @@ from lightning_hetero.lowering.cache_sizes import device_rows, divided
 from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
-from lightning_hetero.optim import adam
+from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.store.live.blocks import Block, Part
@@ -278,11 +278,10 @@ class Placer:
                 )
             whole = [b for b in owners if b.capability is Rule.WHOLE]
             if whole and Tier.DISK in (placed.state, placed.weights):
-                name = type(whole[0].optimizer).__name__
+                why = blockwise.why_whole(whole[0].optimizer)
                 raise UnsupportedError(
-                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {name} is not torch's, so it is not "
-                    f"known to update parameters independently. If it does, set {name}.hetero_blockwise = True; else use "
-                    f'plan="host" or an optimizer of torch.optim.'
+                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {why}; "
+                    f'else use plan="host" or an optimizer of torch.optim.'
                 )
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:

@@ -130,9 +130,11 @@ class Session(Budgets):
         self._fits, self.rules, self._resumes = optimizers is not None, rules, resume
         if optimizers is not None:
             self.bindings = [
-                OptimizerBinding(o, self._on_step, on_read=self.drain, on_load=self._promote, with_state=with_state)
+                OptimizerBinding(
+                    o, self._on_step, on_read=self.drain, on_touch=self._settle_device, on_load=self._promote, with_state=with_state
+                )
                 for o in optimizers
-            ]
+            ]  # fmt: skip
             for binding in self.bindings:
                 binding.check_params(self._known())
         wanted = self._fits and self.options.wants_steps
@@ -428,6 +430,10 @@ class Session(Budgets):
         if self.executor is not None:
             self.executor.drain()
 
+    def _settle_device(self) -> None:
+        if self.executor is not None and self.executor.device is not None:
+            self.executor.lanes.drain()
+
     def commit(self) -> None:
         """Commits the writes of a checkpoint load, so that they survive."""
         if self.store is not None:
@@ -492,6 +498,7 @@ class Session(Budgets):
         if self.executor is not None:
             for binding in self.bindings:  # the record has the groups that the batch's last hook has added
                 self._promote(binding)
+                binding.take_in()
             self.steps.keep(self.executor, state, last=last)
 
     # ---- stop ------------------------------------------------------------------------------------

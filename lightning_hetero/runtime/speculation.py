@@ -120,7 +120,8 @@ class Speculation:
             return False
         revocable = block.plan.state is Tier.DISK and block.plan.update is UpdateLane.CPU
         return revocable and not any(
-            binding.is_new(part, p) for part in _with_state(block.parts) for p in part.params if p.grad is not None
+            binding.new_ones(part, [i for i, p in enumerate(part.params) if p.grad is not None])
+            for part in _with_state(block.parts)
         )
 
     def can_take_back(self, parts: Iterable[Part]) -> bool:

@@ -181,6 +181,7 @@ class StateSource(_OfParameter):
 
     array: int
     key: str
+    settle: Callable[[], None]  # waits until the store has the updates that are on their way from a device
     address = None  # state has none of its own
 
     @property
@@ -196,6 +197,7 @@ class StateSource(_OfParameter):
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
+        self.settle()
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
@@ -217,6 +219,7 @@ class StateSource(_OfParameter):
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
         self.store.check_open(self.part, self.name)
+        self.settle()
         write_state(self.store, self.part, [(self.array, self.index, self.part.flat(self.index, value, torch.float32))])
 
     @property

@@ -120,7 +120,7 @@ class Updater:
         """Whether :meth:`prepare` resets state in the store, so that no op on the block may run."""
         if binding.rule is not Rule.NATIVE:
             return False
-        return any(binding.new_ones(part, self._indices(part, binding)) for part in block.parts if part.has_old_state)
+        return any(binding.new_ones(part, self._indices(part, binding)) for part in block.parts)
 
     @property
     def has_begun(self) -> bool:
