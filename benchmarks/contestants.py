@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
 import sys
 import time
+import traceback
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 from scratch import process_context
 
@@ -94,6 +97,13 @@ class Baton:
         self.connection.send(Turn(seconds=[b - a for a, b in pairwise(times)], num_bytes=moved))
 
 
+def settle(strategy: Any) -> None:
+    """Waits until nothing of a strategy of this library is under way."""
+    for part in (part for block in strategy.session.blocks for part in block.parts):
+        strategy.session.store.barrier(part)
+    strategy.session.store.files.wait_for_commit()  # the bytes of a step include its record and what that names
+
+
 def interval(values: list[float]) -> list[float]:
     """A confidence interval of at least 95 % for the median, by the sign test."""
     ordered, n = sorted(values), len(values)
@@ -115,16 +125,15 @@ def unpacked(wheel: Path, directory: Path) -> Path:
 
 
 @contextmanager
-def _first_on_path(build: Path | None) -> Iterator[None]:
-    """Inside, a spawned process gets a ``sys.path`` that begins with ``build``."""
-    if build is None:
+def _first_on_path(build: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a spawned process gets these variables and a path that begins with ``build``."""
+    path = [] if build is None else [str(build.resolve())]
+    with mock.patch.object(sys, "path", path + sys.path), mock.patch.dict(os.environ, environment):
         yield
-        return
-    sys.path.insert(0, str(build.resolve()))
-    try:
-        yield
-    finally:
-        del sys.path[0]
+
+
+class ProcessFailedError(RuntimeError):
+    """A contestant's process has ended before it should; the message says with what."""
 
 
 class Contestant:
@@ -134,14 +143,23 @@ class Contestant:
         target: What the process runs: ``target(baton, *arguments)``; its result comes out of
             :meth:`finish`.
         arguments: Of ``target``; pickled.
-        build: A directory with another build of the package, which the process imports.
+        build: A directory with another build of the package, or with others, which the process
+            imports.
+        environment: Variables of the process. With these, as with ``build``, it is not forked: the
+            C library reads some as it starts.
     """
 
-    def __init__(self, target: Callable[..., object], *arguments: object, build: Path | None = None) -> None:
-        context = process_context() if build is None else multiprocessing.get_context("spawn")
+    def __init__(
+        self,
+        target: Callable[..., object],
+        *arguments: object,
+        build: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        context = process_context() if build is None and environment is None else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(theirs, target, arguments), daemon=False)
-        with _first_on_path(build):
+        with _first_on_path(build, environment or {}):
             self._process.start()
         theirs.close()
         self._receive()
@@ -173,10 +191,13 @@ class Contestant:
 
     def _receive(self) -> object:
         try:
-            return self._connection.recv()
+            received = self._connection.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(f"a process ended with exit code {self._process.exitcode}; see its output above") from None
+            raise ProcessFailedError(f"a process ended with exit code {self._process.exitcode}; see its output above") from None
+        if isinstance(received, ProcessFailedError):
+            raise received
+        return received
 
 
 def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[object, ...]) -> None:
@@ -184,6 +205,9 @@ def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[ob
         result = target(Baton(connection), *arguments)
     except EOFError:  # the referee has given up; its error is the one to read
         return
+    except Exception as error:
+        connection.send(ProcessFailedError("".join(traceback.format_exception_only(error)).strip().splitlines()[-1]))
+        raise
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     peak = int(found[1]) * 1024 if found else 0
     connection.send({**(result or {}), "peak_rss_bytes": peak})

@@ -169,10 +169,15 @@ def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int, **options
 
 def make_trainer(**options: Any) -> pl.Trainer:
     """A Trainer that does nothing but train, and says nothing."""
+    return pl.Trainer(**quiet_options(**options))
+
+
+def quiet_options(**options: Any) -> dict[str, Any]:
+    """The options of such a Trainer; silences Lightning's log too."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     quiet: dict[str, Any] = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "max_epochs": 1,
     }  # fmt: skip
-    return pl.Trainer(**{**quiet, **options})
+    return {**quiet, **options}

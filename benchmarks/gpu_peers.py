@@ -97,15 +97,20 @@ def alone() -> None:
 
 def deepspeed(baton: Baton, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """ZeRO-3 with parameters and optimizer offloaded to memory, or to the disk."""
-    from deepspeed_peer import Loss, config
+    from peers.entrants import ENTRANTS
+    from peers.process import PRECISIONS, Loss, filled
 
+    if args.precision not in PRECISIONS:
+        raise SystemExit(f"--precision {args.precision} with DeepSpeed; allowed: {', '.join(PRECISIONS)}.")
     capped(args)
     alone()
     os.environ["DS_ACCELERATOR"] = accelerator(args)
     engines: Any = importlib.import_module("deepspeed")
     torch.manual_seed(0)
-    settings = config(args, name)
+    settings = filled(ENTRANTS["zero_infinity"], args, args.directory / "deepspeed")
     zero = settings["zero_optimization"]
+    if name == "deepspeed_cpu":
+        zero["offload_optimizer"] = {"device": "cpu"}
     zero["offload_param"] = {**zero["offload_optimizer"], "pin_memory": True}
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
     for key in ("pipeline_read", "pipeline_write"):

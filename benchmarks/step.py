@@ -14,8 +14,8 @@
   available bandwidth.
 * with ``--against WHEEL``: every plan under that build of the package as well, as
   ``<plan>_before``.
-* with ``--peer deepspeed``: DeepSpeed's ZeRO-3 with its CPU offload and with its NVMe optimizer
-  (see deepspeed_peer.py).
+
+Other libraries are compared by ``python benchmarks/peers``.
 
 Prints one line of JSON last. Ratios are medians over rounds, each of figures from the same round;
 ``intervals`` has for each the bounds between which the median of many more rounds lies, 19 times of
@@ -29,8 +29,6 @@ Prints one line of JSON last. Ratios are medians over rounds, each of figures fr
 * ``disk_vs_limit``: step time / max(compute, bytes per step / bandwidth).
 * ``<plan>_vs_before``: step time / that of the build given by ``--against``; below 1, this build is
   faster.
-* ``disk_speedup_vs_deepspeed``, ``host_speedup_vs_deepspeed``: DeepSpeed's step time / ours; null
-  without it.
 
     python benchmarks/step.py --model gpt2-124m --dir /path/on/the/disk
 """
@@ -40,7 +38,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import statistics
@@ -53,7 +50,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from contestants import Baton, Contestant, Turn, interval, unpacked
+from contestants import Baton, Contestant, Turn, interval, settle, unpacked
 from gpt2 import GPT2, add_model_options, find_size, fit, make_trainer, num_params
 from scratch import scratch
 
@@ -79,11 +76,8 @@ RATIOS = {
     "traced_vs_host": ("traced", "host"),
     "device_traced_vs_offload": ("device_traced", "device_offload"),
     "disk_vs_plain": ("disk", "plain"),
-    "disk_speedup_vs_deepspeed": ("deepspeed_nvme", "disk"),
-    "host_speedup_vs_deepspeed": ("deepspeed_cpu", "host"),
 }
 RATIOS |= {f"{plan}_vs_before": (plan, f"{plan}_before") for plan in PLANS}
-PEER_CONFIGURATIONS = ("deepspeed_cpu", "deepspeed_nvme")
 
 
 class NoUpdate(torch.optim.Optimizer):
@@ -169,17 +163,11 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str) -> dict[str, An
         trace=args.trace is not None or plan in TRACED,
     )
 
-    def drain() -> None:
-        session: Any = strategy.session
-        for part in (part for block in session.blocks for part in block.parts):
-            session.store.barrier(part)
-        session.store.files.wait_for_commit()  # the bytes of a step include its record and what that names
-
     def num_bytes() -> int:
         report = strategy.memory_report()
         return int(report["bytes_read"] + report["bytes_written"])
 
-    baton.drain, baton.num_bytes = drain, num_bytes
+    baton.drain, baton.num_bytes = functools.partial(settle, strategy), num_bytes
     trainer = make_trainer(
         strategy=strategy, precision=args.precision, callbacks=[TakesTurns(baton)], default_root_dir=args.directory
     )
@@ -232,12 +220,6 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
         named |= {f"{name}_before": (offloaded, args, name) for name in args.plans}
     if "disk" in args.plans:
         named |= {"compute": (plain, args, ComputeOnly), "io": (transfers, args)}
-    if args.peer and importlib.util.find_spec("deepspeed") is None:
-        print("deepspeed is not installed: pip install deepspeed (it compiles for minutes on first use, and needs libaio-dev)")
-    elif args.peer:
-        from deepspeed_peer import deepspeed_peer
-
-        named |= {name: (deepspeed_peer, args, name) for name in PEER_CONFIGURATIONS}
     return named
 
 
@@ -304,7 +286,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed")
     parser.add_argument("--plans", type=plans, default=PLANS[:5], help=f"comma-separated, of {', '.join(PLANS)}")
     parser.add_argument("--against", type=Path, metavar="WHEEL", help="another build of the package: a wheel, or where it lies")
-    parser.add_argument("--peer", choices=("deepspeed",))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk; 5 GB free")
     parser.add_argument("--host-memory", help="budget of the plan disk; default: what is free")
     parser.add_argument("--device-memory", default="8GiB", help="of the emulated device")
