@@ -19,6 +19,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
+from peers.publish import bars, written
 from typer.testing import CliRunner
 
 from lightning_hetero.cli.app import app
@@ -107,22 +108,9 @@ def picture() -> str:
     slow, beside_slow = turns("airllm")
     fast, beside_fast = turns("accelerate")
     mine = beside_slow + beside_fast
-    bars = [("hetero_offload", sum(mine) / len(mine)), ("accelerate", sum(fast) / len(fast)), ("airllm", sum(slow) / len(slow))]
-    longest = max(seconds for _, seconds in bars)
-    rows = ""
-    for i, (name, seconds) in enumerate(bars):
-        top, width = 34 + 34 * i, 400 * seconds / longest
-        rows += f'<text x="0" y="{top + 14}">{name}</text><text x="{128 + width:.0f}" y="{top + 14}">{seconds:.1f} s</text>'
-        rows += f'<rect x="120" y="{top}" width="{width:.0f}" height="20" rx="3" class="{"t" if i else "o"}"/>'
-    style = (
-        "text{font:14px system-ui,sans-serif;fill:#1c2127}.o{fill:#0b6bcb}.t{fill:#9aa4ae}"
-        "@media(prefers-color-scheme:dark){text{fill:#e4e8ec}.o{fill:#6cb2ff}}"
-    )
+    means = [("hetero_offload", sum(mine) / len(mine)), ("accelerate", sum(fast) / len(fast)), ("airllm", sum(slow) / len(slow))]
     title = "LoRA of a 7 B model within 2 GiB of memory: seconds of a step, means of turns of one run"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 136" role="img" aria-label="{title}"><style>{style}</style>'
-        f'<text x="0" y="16">{title}</text>{rows}</svg>\n'
-    )
+    return bars(title, {"": [(name, seconds, name == "hetero_offload") for name, seconds in means]})
 
 
 def cases() -> str:
@@ -135,23 +123,13 @@ def parts() -> dict[str, str]:
     return {"cases": cases(), "table": table()}
 
 
-def written(text: str, made: dict[str, str]) -> str:
-    """A README with these parts between its markers."""
-    for name, part in made.items():
-        begin, end = f"<!-- {name}: benchmarks/readme.py -->\n", f"\n<!-- end of {name} -->"
-        if begin not in text or end not in text:
-            raise ValueError(f"README.md has no place for {name!r}: {begin.strip()} … {end.strip()}")
-        text = text[: text.index(begin) + len(begin)] + part + text[text.index(end) :]
-    return text
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write README.md and the picture")
     args = parser.parse_args()
     made = parts()
     if args.write:
-        README.write_text(written(README.read_text(encoding="utf-8"), made), encoding="utf-8")
+        README.write_text(written(README.read_text(encoding="utf-8"), made, "benchmarks/readme.py"), encoding="utf-8")
         PICTURE.write_text(picture(), encoding="utf-8")
     print(*made.values(), sep="\n\n")
     print(json.dumps({"readme": str(README.relative_to(ROOT)), "is_written": args.write}))

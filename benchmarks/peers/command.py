@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 from collections import defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from scratch import scratch
 from peers.entrants import ENTRANTS
 from peers.environments import NotInstalledError, Place
 from peers.process import PRECISIONS
+from peers.publish import publish
 
 AGAINST = {"host": ("plain", "fsdp2", "zero_offload", "bitsandbytes", "torchao"), "disk": ("plain", "zero_infinity")}
 
@@ -119,12 +122,18 @@ def parse_args(doc: str | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="turns of each contestant")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="on the disk; environments stay in DIR/peers")
     parser.add_argument("--no-install", action="store_true", help="only what is installed here, without times of a set-up")
+    parser.add_argument("--machine", default="", help="a few words that the tables show")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--publish", type=Path, metavar="FILE", help="write pages and picture from a result; measures nothing")
     return parser.parse_args()
 
 
 def main(doc: str | None) -> None:
     args = parse_args(doc)
+    if args.publish is not None:
+        publish(args.publish)
+        print(json.dumps({"benchmark": "peers", "published": str(args.publish)}))
+        return
     args.size = find_size(args.model, args.layers)
     args.dir = args.dir.resolve()
     places, described = settle(args)
@@ -138,6 +147,8 @@ def main(doc: str | None) -> None:
         "seq": args.seq,
         "steps": args.steps,
         "rounds": args.rounds,
+        "machine": args.machine or f"{os.cpu_count()} cores",
+        "taken": f"{datetime.now(UTC):%Y-%m-%d}",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "contestants": described,

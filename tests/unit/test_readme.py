@@ -50,8 +50,8 @@ def test_the_picture_is_drawn_from_the_measured_file() -> None:
 
 def test_a_readme_without_the_places_is_refused() -> None:
     with pytest.raises(ValueError, match="no place for 'table'"):
-        readme.written("# another", {"table": ""})
-    assert readme.written(TEXT, {"table": between("table")}) == TEXT
+        readme.written("# another", {"table": ""}, "benchmarks/readme.py")
+    assert readme.written(TEXT, {"table": between("table")}, "benchmarks/readme.py") == TEXT
 
 
 def test_same_bits_says_against_what_in_the_same_sentence() -> None:
