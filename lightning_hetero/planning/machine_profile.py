@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,6 +108,20 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
     )
 
 
+@contextmanager
+def _alone(session: Session) -> Iterator[int | None]:
+    """Between two batches: the machine may be measured in what the budget leaves."""
+    device, executor = session.options.device, session.running
+    with session.cleared() if device is not None and device.partitioned else nullcontext():
+        if session.options.host_memory is None:
+            yield None
+            return
+        executor.rest()
+        for block in session.blocks:
+            executor.residency.weights.release(block)  # cached weights come back when they are used
+        yield executor.heap.room()
+
+
 def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
     from lightning_hetero.profiling import hardware
 
@@ -117,7 +132,7 @@ def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
         update_threads=session.options.engine.threads(),
         disk=disk,
         refresh=again,
-        alone=session.cleared if device is not None and device.partitioned else nullcontext,
+        alone=partial(_alone, session),
     )
     try:
         return measure(session.disk_root())

@@ -13,8 +13,10 @@ steps take another time than predicted, the strategy measures again.
 
 [Note: Little memory]
 The loads run beside a model that is being trained, so together they take at most three quarters of
-the free memory. If their minimum does not fit, nothing is measured, and an error says how much is
-missing.
+the free memory, and what the caller's budget leaves. If their minimum does not fit the free memory,
+nothing is measured, and an error says how much is missing. If it does not fit the budget, it comes
+on top, which is said. Rates of loads that are not far larger than caches may be too high, so the
+cache trusts such a profile for an hour only.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def measure(
     seconds: float = SECONDS,
     update_threads: int | None = None,
     disk: bool = True,
-    alone: Callable[[], AbstractContextManager[object]] = nullcontext,
+    alone: Callable[[], AbstractContextManager[int | None]] = nullcontext,
 ) -> HardwareProfile:
     """The profile of this machine, measured now or earlier.
 
@@ -93,7 +95,8 @@ def measure(
         update_threads: Threads that run updates; ``None``: half of the cores, the strategy's
             default.
         disk: Measure the disk too; otherwise the profile has none, unless the cached one has.
-        alone: Makes the context to measure in, if the profile is not cached.
+        alone: Makes the context to measure in, if the profile is not cached. It gives the bytes of
+            host memory that the measurement may take; ``None``: what is free.
 
     Raises:
         ConfigError: ``path`` cannot be a disk tier, there is no such device, a number is not
@@ -109,16 +112,22 @@ def measure(
         with cache.one_at_a_time():
             known = None if refresh else _known(machine, disk=disk)  # the process that we waited for has measured
             if known is None:
-                with alone():
-                    known = _measured(machine if disk else machine.without_disk(), seconds)
+                with alone() as room:
+                    known = _measured(machine if disk else machine.without_disk(), seconds, room)
     return with_capacities(known, machine)
 
 
-def _measured(machine: MeasuredMachine, seconds: float) -> HardwareProfile:
+def _measured(machine: MeasuredMachine, seconds: float, room: int | None) -> HardwareProfile:
     what = f"{machine.device.type}, host memory" + ("" if machine.volume is None else f" and the disk under {machine.path}")
     log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
     begin_s = now_s()
-    found = _Benchmarks(machine).run(seconds)
+    benchmarks = _Benchmarks(machine, room)
+    if room is not None and (beyond := benchmarks.least_bytes - room) > 0:
+        log.warning(
+            "measuring this machine takes %s of memory, %s more than host_memory leaves. Measure it before, with `lightning-hetero "
+            "profile`, or raise host_memory.", format_bytes(benchmarks.least_bytes), format_bytes(beyond),
+        )  # fmt: skip
+    found = benchmarks.run(seconds)
     give_free_pages_back()
     profile = found.profile
     log.info("this machine is measured after %.2g s: %s.", now_s() - begin_s, profile.source["noise"])
@@ -128,7 +137,7 @@ def _measured(machine: MeasuredMachine, seconds: float) -> HardwareProfile:
             "measured is trusted for an hour; `lightning-hetero profile --refresh` measures again.",
             profile.source["noise"],
         )
-    cache.save(machine.fingerprint(), profile, busy=found.busy)
+    cache.save(machine.fingerprint(), profile, busy=found.busy or benchmarks.load_bytes < benchmarks.wanted_bytes)
     return profile
 
 
@@ -177,6 +186,7 @@ class _Benchmarks:
     """All benchmarks of one machine."""
 
     machine: MeasuredMachine
+    room: int | None = None  # bytes that all loads may take beside what is free
     how: dict[str, str] = field(default_factory=dict)  # what each load did, for the sources
 
     def run(self, seconds: float) -> _Measured:
@@ -199,8 +209,7 @@ class _Benchmarks:
     def _loads(self, undo: ExitStack) -> tuple[dict[str, Load], str]:
         """The loads by name, and the reason if there are none of a disk."""
         machine = self.machine
-        room = self._share_bytes()
-        num_bytes = min(max(_LEAST_BYTES, 4 * machine.cache_bytes), room)
+        room, num_bytes = self._share_bytes(), self.load_bytes
         params = num_bytes // _PARAMS_BYTES
         made: list[Load] = [
             machine.compute(room),
@@ -227,21 +236,37 @@ class _Benchmarks:
             self.how["device_update"] = "torch's fused AdamW on the device, fp32"
         return {load.name: load for load in made}, reason
 
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of all loads, none of which takes more than it must."""
+        return self.machine.least_bytes() + _SHARES * _LEAST_SHARE_BYTES
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of a load that caches do not hold."""
+        return max(_LEAST_BYTES, 4 * self.machine.cache_bytes)
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of a load."""
+        return min(self.wanted_bytes, self._share_bytes())
+
     def _share_bytes(self) -> int:
         """The memory that each load may take beyond its minimum.
 
         Raises:
             OutOfMemoryBudgetError: The minimum does not fit the free memory.
         """
-        free, least = available_memory_bytes(), self.machine.least_bytes()
-        needed = (least + _SHARES * _LEAST_SHARE_BYTES) * 4 // 3
+        free, least = available_memory_bytes(), self.least_bytes
+        needed = least * 4 // 3
         if needed > free:
             raise OutOfMemoryBudgetError(
                 f"measuring this machine needs {format_bytes(needed)} of free memory; {format_bytes(free)} are free. Free memory, "
                 f"or pass hardware_profile=, or name its file in LIGHTNING_HETERO_HARDWARE (from `lightning-hetero profile`).",
                 needed_bytes=needed,
             )
-        return (free * 3 // 4 - least) // _SHARES
+        most = free * 3 // 4 if self.room is None else min(free * 3 // 4, max(self.room, least))
+        return _LEAST_SHARE_BYTES + (most - least) // _SHARES
 
     def _disk_loads(self, volume: Volume, most_bytes: int, undo: ExitStack) -> tuple[loads.DiskTransfer, loads.DiskTransfer]:
         machine = self.machine

@@ -117,6 +117,12 @@ class Heap:
         left = self._resident()
         self._in_vain = left if resident - left < WORTH_IT else 0
 
+    def room(self) -> int:
+        """Bytes that the process may still take within the budget, once free pages are back."""
+        if self._trim is not None:
+            self._trim(0)
+        return max(0, self._limit - self._resident())
+
     def lacking(self, coming_bytes: int) -> int:
         """Bytes beyond budget and activations once ``coming_bytes`` are allocated, at least 0."""
         return max(0, self._resident() + coming_bytes - self._limit - self._activations)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, hardware, timing
 from lightning_hetero.profiling.hardware import measure
 from lightning_hetero.profiling.machine import MeasuredMachine, device_of
+from lightning_hetero.units import MIB
 
 QUICK_S = 0.2
 
@@ -233,6 +235,56 @@ def test_a_named_path_that_is_no_disk_is_refused_and_an_unnamed_one_gives_no_dis
     assert measure(device="cpu").contention == profile.contention
     with pytest.raises(ConfigError, match="which is host memory, not a disk"):
         measure(SHM, device="cpu", seconds=QUICK_S)
+
+
+BOUNDED = """
+import re, sys
+from contextlib import contextmanager
+import torch
+from lightning_hetero.profiling import hardware
+
+def resident(key):
+    return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+
+@contextmanager
+def alone():
+    global before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak starts anew
+    before = resident("VmRSS")
+    yield int(sys.argv[2])
+
+torch.ones(512, 512) @ torch.ones(512, 512)  # the libraries have their memory
+hardware.measure(sys.argv[1], device="cpu", seconds=0.2, update_threads=1, alone=alone)
+print(resident("VmHWM") - before)
+"""
+
+
+def test_a_measurement_stays_in_the_memory_that_it_is_given(disk_path: Path, tmp_path: Path) -> None:
+    """A process of its own, whose peak is that of the measurement."""
+    room = 500 * MIB
+    environment = {**os.environ, "PYTHONPATH": str(Path(hardware.__file__).parents[2]), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", BOUNDED, str(disk_path), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert 100 * MIB < int(done.stdout) < room + 32 * MIB
+    assert "more than host_memory leaves" not in done.stderr
+    (file,) = (tmp_path / "lightning-hetero").glob("*.json")
+    assert json.loads(file.read_text())["busy"], "rates of loads in caches are not trusted for long"
+
+
+def test_a_measurement_that_takes_more_than_the_budget_leaves_says_so(
+    disk_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hardware, "_LEAST_BYTES", 64 * MIB)
+    machine = MeasuredMachine.of(disk_path, device="cpu", update_threads=1)
+    least = hardware._Benchmarks(machine).least_bytes
+    assert hardware._Benchmarks(machine, 1).load_bytes == 4 * MIB
+    assert hardware._Benchmarks(machine, least + 6 * MIB).load_bytes == 5 * MIB
+    monkeypatch.setattr(hardware._Benchmarks, "run", lambda self, seconds: pytest.fail("it is said before"))
+    with pytest.raises(pytest.fail.Exception, match="said before"):
+        measure(disk_path, device="cpu", seconds=QUICK_S, refresh=True, alone=lambda: nullcontext(least - 3 * MIB))
+    assert re.search(r"measuring this machine takes [\d.]+ MiB of memory, 3.0 MiB more than host_memory leaves", caplog.text)
 
 
 def test_measuring_needs_no_lightning(tmp_path: Path) -> None:
