@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def overview(result: dict[str, Any]) -> str:
     columns = [f"{short}: {figure}" for figure in ("s/step", "peak") for short in shorts]
     begin = f"{result['model']}, {tokens(result)} a step, {result['machine']}. All took turns in one run:"
     end = "[Disk, losses, settings and the command](docs/comparison.md)."
-    return "\n\n".join([begin, table(["", *columns, "lines changed", "set-up"], rows), end])
+    return "\n\n".join([textwrap.fill(begin, 100), table(["", *columns, "lines changed", "set-up"], rows), end])
 
 
 def picture(result: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ def contestant(name: str, **more: Any) -> dict[str, Any]:
 
 RESULT: dict[str, Any] = {
     "benchmark": "peers", "model": "gpt2-124m", "parameters": 124e6, "batch": 1, "seq": 128, "steps": 2, "rounds": 2, "threads": 2,
-    "torch": "2.13.0", "machine": "a machine", "taken": "2026-01-02",
+    "torch": "2.13.0", "machine": "a machine with two cores, 24 GiB and a virtual disk, idle", "taken": "2026-01-02",
     "contestants": {
         "plain": contestant("plain", set_up={"with_compiling_s": 1.4, "without_compiling_s": 0.6}),
         "disk": contestant("disk"),
@@ -72,6 +72,8 @@ def test_tables_show_what_was_measured_and_who_was_not() -> None:
     assert ENTRANTS["torchao"].title not in page["set-up"]
     assert cells(readme["measured"], "**lightning-hetero, `disk`**")[1:5] == ["1.25", "", "2.35 GB", ""]
     assert "(../benchmarks/results/peers_x.json)" in page["setting"]
+    prose = [line for part in (*page.values(), *readme.values()) for line in part.splitlines() if not line.startswith("|")]
+    assert max(map(len, prose)) <= 100
 
 
 def test_the_picture_has_a_bar_for_each_and_marks_ours() -> None:
