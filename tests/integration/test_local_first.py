@@ -11,9 +11,10 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from scratch import free_port
 from support.ranks import train
+from support.scripts import start_server
 from support.training import loader, samples
 from support.training.recovery import KINDS, Body, Net
 
@@ -119,7 +120,7 @@ def _fit(
     *plugins: Any,
     epochs: int = 1,
     resume: str | None = None,
-    strategy: str = "auto",
+    strategy: Any = "auto",
     namespace: Any = pl,
     as_distributed: bool = False,
     **options: Any,
@@ -169,7 +170,9 @@ def test_processes_that_lightning_starts_continue_bit_for_bit(tmp_path: Path, mo
     plain = _weights(_fit(tmp_path / "plain", epochs=2, as_distributed=True))
     _fit(tmp_path, LocalFirst(tmp_path / "memory"), epochs=1, as_distributed=True)
     second = LocalFirst(tmp_path / "memory")
-    spawned = _fit(tmp_path, second, epochs=2, resume="newest", strategy="ddp_spawn", as_distributed=True)
+    start_server()  # what "ddp_spawn" starts, and sends the same, would import everything anew
+    started = DDPStrategy(start_method="forkserver")
+    spawned = _fit(tmp_path, second, epochs=2, resume="newest", strategy=started, as_distributed=True)
     for name, weight in _weights(spawned).items():
         assert torch.equal(weight, plain[name])
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["epoch=1.ckpt"]

@@ -204,11 +204,14 @@ def test_a_compiled_lightning_module(kind: str, tmp_path: Path) -> None:
     """``torch.compile(lightning_module)``, as Lightning unpacks it."""
 
     def train(strategy: Any) -> Outcome:
-        torch.manual_seed(7)
-        torch._dynamo.reset()
-        module = Lit(Nested())
-        trainer = quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
-        trainer.fit(torch.compile(module, backend="aot_eager"), data(3))
-        return outcome(trainer, module)
+        def trains() -> Outcome:
+            torch.manual_seed(7)
+            torch._dynamo.reset()
+            module = Lit(Nested())
+            trainer = quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+            trainer.fit(torch.compile(module, backend="aot_eager"), data(3))
+            return outcome(trainer, module)
+
+        return once(test_a_compiled_lightning_module, trains) if strategy == "auto" else trains()
 
     assert_same_as_plain(kind, train)
