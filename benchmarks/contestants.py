@@ -20,7 +20,7 @@ import time
 import traceback
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -183,7 +183,9 @@ class Contestant:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()  # a process that waits for its turn ends by EOFError
+        with suppress(OSError):  # it has ended
+            self._connection.send((0, None))  # a fork has this end too, so that closing it would not end its wait
+        self._connection.close()
         self._process.join(timeout=60)
         if self._process.is_alive():
             self._process.kill()
@@ -203,11 +205,11 @@ class Contestant:
 def _run(connection: Connection, target: Callable[..., Any], arguments: tuple[object, ...]) -> None:
     try:
         result = target(Baton(connection), *arguments)
-    except EOFError:  # the referee has given up; its error is the one to read
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        peak = int(found[1]) * 1024 if found else 0
+        connection.send({**(result or {}), "peak_rss_bytes": peak})
+    except (EOFError, BrokenPipeError):  # the referee has given up; its error is the one to read
         return
     except Exception as error:
         connection.send(ProcessFailedError("".join(traceback.format_exception_only(error)).strip().splitlines()[-1]))
         raise
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    peak = int(found[1]) * 1024 if found else 0
-    connection.send({**(result or {}), "peak_rss_bytes": peak})

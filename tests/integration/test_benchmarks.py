@@ -12,6 +12,8 @@ from typing import Any
 
 import prediction
 import pytest
+import scratch
+from contestants import Baton, Contestant
 from larger_than_ram import check_space
 from scratch import Log
 from support.machines import HARDWARE
@@ -175,6 +177,19 @@ def test_chunked_head_prints_its_ratios(tmp_path: Path) -> None:
     for key in ("peak_ratio_frozen", "peak_ratio_trained", "time_ratio_frozen", "time_ratio_trained"):
         assert result[key] > 0, key
     assert output.count("MiB, loss") == 4
+
+
+def takes_turns(baton: Baton) -> None:
+    while baton.step_begins():
+        pass
+
+
+def test_a_contestant_that_is_no_longer_needed_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork has both ends of its pipe, so that it never sees the other one closed."""
+    monkeypatch.setattr(scratch, "FORKS", True)
+    with Contestant(takes_turns) as contestant:
+        assert len(contestant.turn(2).seconds) == 2
+    assert contestant._process.exitcode == 0, "-9: it was waited for, and killed"
 
 
 def test_larger_than_ram_refuses_a_small_disk(tmp_path: Path) -> None:
