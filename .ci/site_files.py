@@ -22,7 +22,7 @@ def _outside(link: str, page: Path) -> Path | None:
     if "://" in link:
         return None
     target = (page.parent / link).resolve()
-    is_ours = target.is_relative_to(DOCS) and target.suffix in (".md", ".png")
+    is_ours = target.is_relative_to(DOCS) and target.suffix in (".md", ".png", ".svg")
     return target if not is_ours and target.is_relative_to(ROOT) and target.exists() else None
 
 

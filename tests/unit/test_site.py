@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pictures
 import pytest
 import yaml
 
@@ -90,6 +91,13 @@ def test_each_line_of_the_matrix_names_a_test() -> None:
     without = [row for row in rows if not any(name in row for name in MATRIX) and "Held by" not in row]
     assert MATRIX
     assert without == []
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_what_their_script_draws(name: str) -> None:
+    drawn = pictures.PICTURES[name]()
+    assert (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8") == drawn
+    assert any(f"images/{name}.svg" in page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
 
 
 def test_every_exported_name_is_in_the_reference() -> None:
