@@ -75,6 +75,9 @@ _CLUSTER = {
     "groups": "pipelines of the same kind; takes: seconds of their micro-batches",
     "stage, layers": "one device or group of a pipeline, and how many layers it holds",
     "a micro-batch, busy": "its seconds on the stage; the share of the step in which the stage computes",
+    "node": "the machine that a device is in, by its name in the cluster file",
+    "slowest stage, it computes": "the stage that sets the pace, and its seconds of a step",
+    "pipeline fills, drains": "when stages have no micro-batch yet, or none any more",
     "price": "of a step, if the cluster file has prices",
     "tensor, against this": "runner-ups: degree of tensor parallelism, and their step relative to this one",
 }
@@ -101,6 +104,10 @@ _STORE = {
     "global step": "Lightning's number of optimizer steps; none if no step ended with the commit",
     "step": "the number of the commit",
     "state files, notes": "the loop's state beside the weights, and what is said of the last step",
+    "entries": "the top-level keys of a checkpoint",
+    "number, in all": "tensors of one name pattern and dtype, and their bytes together",
+    "in": "the file or the entry that holds them",
+    "checked, faults": "what was compared, and what differs from what was written",
     "state arrays": "of optimizer state, such as Adam's two",
     "digests": "whether contents have checksums of their own, which verify compares",
     "stamps": "the numbers of step and block at every chunk",
@@ -108,7 +115,7 @@ _STORE = {
 
 WORDS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "plan": (_MODEL, _STEP, _PLAN, _ALL),
-    "explain": (_MODEL, _STEP, _PLAN, _ALL, _LANES, _EXPLAIN),
+    "explain": (_MODEL, _STEP, _PLAN, _ALL, _LANES, _EXPLAIN, _CLUSTER),
     "simulate": (_MODEL, _STEP, _LANES),
     "report": (_MODEL, _STEP, _LANES, _EXPLAIN),
     "plan-cluster": (_MODEL, _STEP, _CLUSTER),

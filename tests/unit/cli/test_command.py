@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support.cli import MACHINE, MODEL, PRESET, invoke, parsed
 from typer.main import get_command
 
 from lightning_hetero import __version__
 from lightning_hetero.cli import output
 from lightning_hetero.cli.app import app
+from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
@@ -152,17 +154,47 @@ def heads(shown: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan"], ["plan", "--planner", "all"], ["explain"], ["simulate"]],
-    ids=["plan", "plan all", "explain", "simulate"],
+    [["plan"], ["plan", "--planner", "all"], ["explain"], ["simulate"], ["inspect"], ["verify"], ["plan-cluster"]],
+    ids=["plan", "plan all", "explain", "simulate", "inspect", "verify", "plan-cluster"],
 )
-def test_help_explains_the_words_of_the_tables(arguments: list[str], plan_file: Path, profiles: list[str]) -> None:
+def test_help_explains_the_words_of_the_tables(arguments: list[str], plan_file: Path, profiles: list[str], tmp_path: Path) -> None:
     command, *more = arguments
     given = [*more, *profiles] if command == "plan" else [str(plan_file)]
+    if command in ("inspect", "verify"):
+        torch.save({"state_dict": {"w": torch.zeros(3)}, "global_step": 1, "epoch": 0}, tmp_path / "x.ckpt")
+        given = [str(tmp_path / "x.ckpt")]
+    elif command == "plan-cluster":
+        given = ["2xa100-80+2xrtx4090", *PRESET, "--micro-batches", "4"]
     explained = words_of(command)
     shown = heads(invoke(command, *given).stdout)
-    assert len(shown) > 5
-    rows = {"blocks", "count", "parameters", "planner", "plan", "time", "state", "what", "block", "throughput", "against this plan"}
-    rows |= {"of the step", "block", "step", "lane", "peak of a step", "capacity", "device", "host", "disk", "recomputed", "tier"}
+    assert len(shown) > 3
+    rows = {"path", "tensors", "name", "dtype", "shape", "epoch", "cluster", "devices", "micro-batches"} | set(CLUSTER_PLANNERS)
+    rows |= {
+        "blocks",
+        "count",
+        "parameters",
+        "planner",
+        "plan",
+        "time",
+        "state",
+        "what",
+        "block",
+        "throughput",
+        "against this plan",
+    }
+    rows |= {
+        "of the step",
+        "against this plan",
+        "step",
+        "lane",
+        "peak of a step",
+        "capacity",
+        "device",
+        "host",
+        "disk",
+        "recomputed",
+        "tier",
+    }
     for word in shown - rows - {block.name for block in MODEL.blocks} - set(PLANNERS):
         assert re.search(rf"\b{re.escape(word.removesuffix(' bytes'))}", explained), word
 
