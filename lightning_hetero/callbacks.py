@@ -204,7 +204,7 @@ def table(plan: Plan, autoplan: Autoplan, rival: Plan | None) -> str:
     from rich.table import Table
 
     screen = io.StringIO()
-    console = Console(file=screen, highlight=False, width=_COLUMNS)
+    console = Console(file=screen, highlight=False, width=_COLUMNS, force_jupyter=False)  # into the text, also in notebooks
     console.print(f"plan {plan.name!r}, made in {autoplan.planned_s:.2g} s, in place after {autoplan.moved_s:.2g} s")
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("blocks")
