@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class GPT(L.LightningModule):
-    def __init__(self, width: int, layers: int, heads: int, sequence: int) -> None:
+    def __init__(self, width: int = 256, layers: int = 8, heads: int = 8, sequence: int = 128) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net: nn.Module | None = None
@@ -74,12 +74,18 @@ class GPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def windows(sequence: int, batch: int) -> DataLoader[list[Tensor]]:
+class Text(L.LightningDataModule):
     """The text as windows of `sequence + 1` bytes."""
-    text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    length = sequence + 1
-    rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: len(text) // length * length].view(-1, length).long()
-    return DataLoader(TensorDataset(rows), batch_size=batch, shuffle=True)
+
+    def __init__(self, sequence: int = 128, batch_size: int = 8) -> None:
+        super().__init__()
+        self.length, self.batch_size = sequence + 1, batch_size
+
+    def train_dataloader(self) -> DataLoader[list[Tensor]]:
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+        count = len(text) // self.length
+        rows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: count * self.length].view(-1, self.length).long()
+        return DataLoader(TensorDataset(rows), batch_size=self.batch_size, shuffle=True)
 
 
 def main() -> None:
@@ -112,7 +118,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(model, windows(options.sequence, options.batch))
+    trainer.fit(model, Text(options.sequence, options.batch))
 
     count = sum(p.numel() for p in model.parameters())
     report = strategy.memory_report()

@@ -116,6 +116,11 @@ def test_cli_config_trains(config: Path, tmp_path: Path) -> None:
     assert checkpoint["optimizer_states"][0]["state"]
 
 
+NOTEBOOKS = sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))
+SAID = dict.fromkeys(("finetune_smollm2", "lora_smollm2", "qlora_smollm2"), "held-out loss")
+SAID |= {"vit_digits": "same weights     True", "what_would_it_take": "tokens/s; bound by"}
+
+
 def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="running the notebook needs nbclient and ipykernel")
     nbformat = pytest.importorskip("nbformat", reason="running the notebook needs nbformat")
@@ -138,26 +143,38 @@ def test_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("lora_smollm2", ["smollm2-adapter/adapter_model.safetensors", "smollm2-merged/model.safetensors"]),
         ("qlora_smollm2", ["qlora-adapter/adapter_model.safetensors"]),
+        ("vit_digits", []),
+        ("what_would_it_take", []),
     ],
 )
-def test_cells_of_notebooks_of_adapters_run(notebook: str, written: list[str], tmp_path: Path) -> None:
+def test_cells_of_notebooks_run(notebook: str, written: list[str], tmp_path: Path) -> None:
     pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
     pytest.importorskip("IPython", reason="running its cells needs IPython")
     if notebook == "qlora_smollm2":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes, which quantizes the weights, is missing")
+    if notebook == "vit_digits":
+        pytest.importorskip("sklearn", reason="scikit-learn, which has the images, is missing")
     script = Path(__file__).parents[1] / "support" / "notebook.py"
     text = output_of(script, EXAMPLES / f"{notebook}.ipynb", cwd=tmp_path, env=os.environ | {"HETERO_EXAMPLE_TINY": "1"})
-    assert "held-out loss" in text
+    assert SAID[notebook] in text
     assert [path for path in written if not (tmp_path / path).exists()] == []
 
 
-@pytest.mark.parametrize("notebook", ["lora_smollm2", "qlora_smollm2"])
-def test_notebooks_of_adapters_have_their_outputs(notebook: str) -> None:
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_notebooks_have_the_outputs_of_one_whole_run(notebook: str) -> None:
     nbformat = pytest.importorskip("nbformat", reason="reading the notebook needs nbformat")
-    shown = nbformat.read(EXAMPLES / f"{notebook}.ipynb", as_version=4)
-    outputs = [output for cell in shown.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error"]
-    assert "held-out loss" in "".join(output.get("text", "") for output in outputs)
+    cells = [cell for cell in nbformat.read(EXAMPLES / f"{notebook}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert SAID.get(notebook, "") in text
+    assert text
+
+
+def test_every_notebook_is_a_recipe() -> None:
+    page = (EXAMPLES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert [name for name in NOTEBOOKS if f"(../examples/{name}.ipynb)" not in page] == []
 
 
 ADAPTER_RUN = ["--tiny", "--steps", "6", "--lr", "1e-2", "--seq-len", "64"]
@@ -218,6 +235,31 @@ def test_a_gpt_is_pretrained_in_less_memory_than_it_takes(tmp_path: Path) -> Non
     assert match is not None, output
     assert float(match[2]) < float(match[1]) < 6.5  # log(256) = 5.5 nats
     assert mebibytes("on disk", output) > 0
+
+
+def test_a_vision_transformer_trains_with_the_bits_of_plain_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn, which has the images, is missing")
+    size = ["--epochs", "1", "--width", "32", "--layers", "2"]
+    offloaded = run("vit_digits.py", *size, cwd=tmp_path)
+    plain = run("vit_digits.py", *size, "--strategy", "auto", cwd=tmp_path)
+    assert re.search(r"on disk\s+0\.[1-9]", offloaded)
+    results = r"^(?:parameters|last loss|accuracy) .*$"
+    assert re.findall(results, offloaded, re.MULTILINE) == re.findall(results, plain, re.MULTILINE)
+    assert len(re.findall(results, plain, re.MULTILINE)) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "smaller"),
+    [
+        ("vit_disk", ["--model.width", "32", "--model.layers", "1", "--trainer.max_epochs", "1"]),
+        ("pretrain_gpt", ["--model.width", "64", "--model.heads", "2", "--trainer.max_steps", "6"]),
+    ],
+)
+def test_a_module_of_ones_own_trains_with_lightning_cli(config: str, smaller: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    if config == "vit_disk":
+        pytest.importorskip("sklearn", reason="scikit-learn, which has the images, is missing")
+    run("module_cli.py", "fit", "--config", EXAMPLES / "configs" / f"{config}.yaml", *smaller, cwd=tmp_path)
 
 
 def test_a_run_that_is_killed_goes_on_with_the_bits_of_one_that_is_not(tmp_path: Path) -> None:
