@@ -2,7 +2,8 @@
 
 ``base`` defines them. ``engine`` gives ops to the native engine if the device is the host.
 ``emulated`` is a device made of CPU memory, ``streams`` are one with streams. ``InlineLanes`` run
-every op at once. ``backends`` has what a backend of torch has of its own.
+every op at once. ``collectives`` has what ranks that share a model do on the lane ``net``.
+``backends`` has what a backend of torch has of its own.
 """
 
 from __future__ import annotations

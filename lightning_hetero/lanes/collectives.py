@@ -1,0 +1,91 @@
+"""What the ops of lane ``net`` do: collectives among the ranks that share a model.
+
+[Note: Collectives]
+Each rank runs its collectives one after the other in the thread of its lane, in the order of the
+schedule, which is the same on all ranks. A collective ends on a rank when that rank has all that it
+gets, and others have got its part: its slice may change then.
+
+A sum over ranks has one order and one rounding, whatever the layout. Each rank gets its slice of
+all gradients (all-to-all), and adds them in float64 in the order of the ranks. The reduce-scatter
+of gloo is an all-reduce of which each rank keeps a slice. It moves twice the bytes, rounds after
+each addition, and from three ranks on the order of its sum depends on where an element lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_hetero.errors import HeteroError
+
+_PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
+
+
+class Collectives:
+    """The collectives of one group of ranks.
+
+    One thread at a time calls them. A call returns when its collective has ended on this rank.
+
+    Args:
+        group: The ranks; ``None``: all of them. Its timeout bounds every collective.
+
+    Raises:
+        HeteroError: Of each method: another rank has died or hangs, or the network has failed.
+            Nothing more can be done with the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    def gather(self, whole: Tensor, own: Tensor) -> None:
+        """Makes the whole from the slices of all ranks.
+
+        Args:
+            whole: Flat; gets ``ranks`` slices, in the order of the ranks.
+            own: This rank's slice, flat; it may be its place in ``whole``.
+        """
+        with self._naming("GATHER", own):
+            dist.all_gather_into_tensor(whole, own, group=self._group)
+
+    def reduce(self, own: Tensor, whole: Tensor, received: Tensor, *, divisor: int = 1) -> None:
+        """Sums gradients over the ranks; each gets its slice of the sum.
+
+        Args:
+            own: Flat; gets this rank's slice of the sum, rounded once.
+            whole: This rank's gradients, flat: ``ranks`` slices.
+            received: Memory of the size and dtype of ``whole``, which is overwritten.
+            divisor: Divides the sum, before it is rounded.
+        """
+        with self._naming("REDUCE", own):
+            dist.all_to_all_single(received, whole, group=self._group)
+        slices = received.view(self.ranks, -1)
+        for start in range(0, own.numel(), _PIECE_ELEMENTS):
+            piece = slice(start, start + _PIECE_ELEMENTS)
+            total = slices[0, piece].to(torch.float64)
+            for other in slices[1:, piece]:
+                total += other
+            own[piece].copy_(total.div_(divisor))
+
+    def agree(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Tells numbers to all ranks. Returns those of each rank, the same on all of them."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        told = torch.empty(self.ranks, len(numbers), dtype=torch.float64)
+        with self._naming("AGREE", own):
+            dist.all_gather_into_tensor(told.view(-1), own, group=self._group)
+        rows: list[list[float]] = told.tolist()
+        return rows
+
+    @contextmanager
+    def _naming(self, what: str, own: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise HeteroError(
+                f"{what} of {own.nbytes * self.ranks} bytes has failed on rank {self.rank} of {self.ranks}: another rank has died "
+                f"or hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
+            ) from error
