@@ -218,6 +218,16 @@ class EmulatedLanes(Lanes):
         super().copy(target, seen)
         _spoil(target, changed)
 
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies many tensors by one call, as :meth:`copy` does."""
+        op = self._current()
+        link = None if op is None else self._links.get(op.op.lane)
+        if op is None or link is None or self._poison or op.op.kind is OpKind.UPLOAD:
+            return super().copies(targets, sources)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        link.carry(sum(tensor.nbytes for tensor in (sources if op.op.lane is Lane.H2D else targets)))
+
 
 class _Link:
     """The time that the ops of one lane take; ``latency_s`` is added to that of moved bytes."""

@@ -198,6 +198,11 @@ class Lanes:
         with torch.no_grad():
             target.copy_(source)
 
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies many tensors by one call, as :meth:`copy` does."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Host memory of this size: uint8, flat, page-locked if that speeds copies.
 

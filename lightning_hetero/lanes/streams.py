@@ -226,18 +226,26 @@ class StreamLanes(Lanes):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Moves and converts, on the current stream; the device converts."""
+        self.copies((target,), (source,))
+
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies many tensors by one call, as :meth:`copy` does."""
         queued = self._current()
-        on_lane = queued is not None and queued.op.lane in self._streams
+        staging = None if queued is None else self._staging.get(queued.op.lane)
         with torch.no_grad():
-            if queued is not None and on_lane:
-                queued.keep += (target, source)
-                self._move(target, source, self._staging[queued.op.lane], up=queued.op.lane is Lane.H2D)
-            else:
-                self._move(target, source, None, up=source.is_cpu)
+            if queued is not None and staging is not None:
+                queued.keep += (*targets, *sources)
+            for target, source in zip(targets, sources, strict=True):
+                up = source.is_cpu if queued is None or staging is None else queued.op.lane is Lane.H2D
+                self._move(target, source, staging, up=up)
+            if staging is None:
                 self.catch_up()
 
     def _move(self, target: Tensor, source: Tensor, staging: Tensor | None, *, up: bool) -> None:
         """Bytes cross the link as the host has them: in its dtype and its order of elements."""
+        if target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous():
+            target.copy_(source, non_blocking=True)
+            return
         host = source if up else target
         if target.stride() != source.stride() or not is_dense(host):
             staged = torch.empty_like(host, device=self.device)

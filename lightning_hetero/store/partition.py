@@ -220,6 +220,8 @@ def _kind(module: nn.Module) -> tuple[object, ...]:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory in some order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

@@ -99,11 +99,11 @@ LISTED = tuple(
         ("copy streams do not wait for compute", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
         ("compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
         ("memory is taken before another stream gives it back", "_StreamArena._wait", "stream.wait_event(moment)", "pass"),
-        ("a copy keeps nothing alive for its stream", "StreamLanes.copy", "queued.keep += (target, source)", "pass"),
+        ("a copy keeps nothing alive for its stream", "StreamLanes.copies", "queued.keep += (*targets, *sources)", "pass"),
         ("host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
         ("a mark passes at once", "StreamLanes.mark", "return _Mark(self._record(self._compute_stream()))", f"return {_ALL}(())"),
         ("catching up does nothing", "StreamLanes.catch_up", "self._record(self._compute_stream()).synchronize()", "pass"),
-        ("a copy outside an op does not wait", "StreamLanes.copy", "self.catch_up()", "pass"),
+        ("a copy outside an op does not wait", "StreamLanes.copies", "self.catch_up()", "pass"),
     )
 )
 """Breaks that a device would not forgive."""

@@ -4,7 +4,7 @@ buffers and tickets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -181,7 +181,7 @@ def _checked_op(checker: Checker) -> type[QueuedOp]:
 
 
 def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
-    begin, copy, join, lock = StreamLanes.__init__, StreamLanes.copy, queue.Queue.join, PageLocker.buffer
+    begin, copy, join, lock = StreamLanes.__init__, StreamLanes.copies, queue.Queue.join, PageLocker.buffer
     drain = StreamLanes.drain
     take, give, reserve = DeviceArena.take, DeviceArena.give, streams._StreamArena.__init__
 
@@ -190,13 +190,14 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
         for memory in (*lanes._staging.values(), lanes._scratch):
             checker.is_of(DEVICE, memory)
 
-    def copies(lanes: StreamLanes, target: Tensor, source: Tensor) -> None:
+    def copies(lanes: StreamLanes, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         current = lanes._current()
         if current is not None and current.op.lane in lanes._streams:
             up = current.op.lane is Lane.H2D
-            checker.is_of(HOST, source if up else target)
-            checker.is_of(DEVICE, target if up else source)
-        copy(lanes, target, source)
+            for target, source in zip(targets, sources, strict=True):
+                checker.is_of(HOST, source if up else target)
+                checker.is_of(DEVICE, target if up else source)
+        copy(lanes, targets, sources)
 
     def locked(locker: PageLocker, num_bytes: int) -> Tensor:
         memory = lock(locker, num_bytes)
@@ -233,7 +234,7 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageLocker, "buffer", locked)
     patch.setattr(queue.Queue, "join", joins)
     patch.setattr(StreamLanes, "__init__", begins)
-    patch.setattr(StreamLanes, "copy", copies)
+    patch.setattr(StreamLanes, "copies", copies)
     patch.setattr(StreamLanes, "drain", drains)
     patch.setattr(streams._StreamArena, "__init__", reserves)
     patch.setattr(DeviceArena, "take", takes)

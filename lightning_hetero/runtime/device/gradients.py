@@ -110,30 +110,34 @@ class HostGradients:
         for rows in arrivals:
             part, dtype = rows[0][0].part, rows[0][1].dtype
             more = [(held.buffer, held.index, grad) for held, grad in rows if held.buffer is not None]
-            for held, grad in rows:
-                if held.buffer is None:
-                    held.buffer = self._buffer(part, dtype)
-                    self._lanes.copy(run_of(part, held.index, held.buffer.memory.view(dtype)), grad)
+            new = [(held, grad) for held, grad in rows if held.buffer is None]
+            if new:
+                buffer = self._buffer(part, dtype, len(new))
+                runs = part.runs(buffer.memory.view(dtype))
+                for held, _ in new:
+                    held.buffer = buffer
+                self._lanes.copies([runs[held.index] for held, _ in new], [grad for _, grad in new])
             if more:
                 self._add(part, dtype, more)
         arrivals.clear()  # the copies keep the gradients on the device now
         return []
 
-    def _buffer(self, part: Part, dtype: torch.dtype) -> Buffer:
+    def _buffer(self, part: Part, dtype: torch.dtype, holds: int) -> Buffer:
+        """The buffer of the part's gradients, for some more of them."""
         with self._lock:
             buffer = self._buffers.get((part, dtype))
             if buffer is None:
                 buffer = self._buffers[part, dtype] = Buffer(self.pool.take(part.num_elements * dtype.itemsize))
-            buffer.holds += 1
+            buffer.holds += holds
         return buffer
 
     def _add(self, part: Part, dtype: torch.dtype, rows: list[tuple[Buffer, int, Tensor]]) -> None:
         """Adds another micro-batch's gradients, through one more buffer."""
         num_bytes = part.num_elements * dtype.itemsize
         passing = self.pool.take(num_bytes)
-        values = [run_of(part, index, passing.view(dtype)) for _, index, _ in rows]
-        for value, (_, _, grad) in zip(values, rows, strict=True):
-            self._lanes.copy(value, grad)
+        runs = part.runs(passing.view(dtype))
+        values = [runs[index] for _, index, _ in rows]
+        self._lanes.copies(values, [grad for _, _, grad in rows])
         self._lanes.catch_up()  # the host adds
         for value, (buffer, index, _) in zip(values, rows, strict=True):
             run_of(part, index, buffer.memory.view(dtype)).add_(value)

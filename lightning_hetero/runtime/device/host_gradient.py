@@ -145,4 +145,4 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
 def run_of(part: Part, index: int, flat: Tensor) -> Tensor:
     """Parameter ``index``'s run of a flat tensor with the part's layout."""
     start = part.offsets[index]
-    return flat[start : start + part.params[index].numel()]
+    return flat[start : start + part.layouts[index].numel]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +31,20 @@ from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back
 from lightning_hetero.store.raw_memory import set_data
 
+_KEPT_PLACES = 4  # of each part: a step that is like the last one gets the same memory again
+
+
+class _Place(NamedTuple):
+    """A run of device memory as a part lies in it."""
+
+    flat: Tensor  # as one run of the part's dtype
+    views: list[Tensor]  # the parameters, each with its own storage, as ``torch.save`` needs
+
 
 @dataclass(slots=True)
 class _Copy:
     memory: Tensor  # the run, as bytes
+    flat: Tensor
     views: list[Tensor]  # the parameters as they lie there
     kept: bool  # it stays there
     versions: int  # the parameters' version counters when host and device agreed last
@@ -49,6 +60,7 @@ class DeviceWeights:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._copies: dict[Part, _Copy] = {}
+        self._places: dict[Part, dict[int, _Place]] = {}  # where it was lately, by address; until it leaves the device
         self._bound = BoundWeights(lanes.device, self.bytes_from)
         self.reference = self._bound.reference  # what autograd saves for a tensor in open weights
 
@@ -61,7 +73,7 @@ class DeviceWeights:
             if not block.weights_on_disk:
                 self._lanes.page_lock(part.run)
             run = memory.take(_num_bytes(part), f"weights of {block.name}")
-            _assign(part, _views(part, run))
+            _assign(part, self._place(part, run).views)
             memory.give(run)
 
     def bind_resident(self, block: Block, *, host_copy: bool) -> None:
@@ -72,7 +84,7 @@ class DeviceWeights:
         for part in block.parts:
             copy = self._take(part, kept=True)
             copy.newer = not host_copy
-            self._lanes.copy(_flat(part, copy.memory), part.run)
+            self._lanes.copy(copy.flat, part.run)
             self._bind(part, copy)
             if host_copy:
                 self._lanes.page_lock(part.run)
@@ -89,10 +101,11 @@ class DeviceWeights:
         for part in block.parts:
             self._reclaim(part)
             if (copy := self._newer(part)) is not None:
-                self._lanes.copy(part.run, _flat(part, copy.memory))
+                self._lanes.copy(part.run, copy.flat)
                 self._agree(copy, own_versions(part))
             self._unbind(part)
             self._free(part)
+            self._places.pop(part, None)
             self._lanes.page_unlock(part.run)  # its next plan may give the pages back
             _assign(part, [part.memory(i) for i in range(len(part.params))])
 
@@ -108,7 +121,7 @@ class DeviceWeights:
                 continue  # user code has written to the device's weights since the update
             copy = self._copies.get(part) or self._take(part, kept=False)
             seen = own_versions(part)
-            self._lanes.copy(_flat(part, copy.memory), part.run)
+            self._lanes.copy(copy.flat, part.run)
             self._agree(copy, seen)
         return []
 
@@ -136,7 +149,7 @@ class DeviceWeights:
             return False
         for ticket in writes_of(part):  # they read host memory
             ticket.wait()
-        self._lanes.copy(part.run, _flat(part, copy.memory))
+        self._lanes.copy(part.run, copy.flat)
         return True
 
     # ---- between ops -----------------------------------------------------------------------------
@@ -161,7 +174,7 @@ class DeviceWeights:
             if copy.written:  # since the UPLOAD; the next UPLOAD brings the results of an UPDATE
                 if not block.resident:
                     raise HeteroError(f"{block.name!r} got new weights on disk; they are fetched before the block is bound.")
-                self._lanes.copy(_flat(part, copy.memory), part.run)
+                self._lanes.copy(copy.flat, part.run)
                 self._agree(copy, own_versions(part))
             self._bind(part, copy)
 
@@ -216,7 +229,7 @@ class DeviceWeights:
         copy = self._copies.get(part)
         if copy is None:
             raise OffloadedAccessError(absent(part, 0, self._lanes.device))
-        return _flat(part, copy.memory)
+        return copy.flat
 
     # ---- handles (``runtime.tensor_sources``) ---------------------------------------------------
 
@@ -239,7 +252,7 @@ class DeviceWeights:
     def newest_flat(self, part: Part) -> Tensor:
         """The part's newest weights as one run of its dtype, on the device or on the host."""
         copy = self._copies.get(part)
-        return part.run if copy is None or copy.outdated else _flat(part, copy.memory)
+        return part.run if copy is None or copy.outdated else copy.flat
 
     def bytes_from(self, part: Part, index: int) -> Tensor:
         """The bytes from a parameter's first one on, in the bound device memory.
@@ -258,8 +271,20 @@ class DeviceWeights:
 
     def _take(self, part: Part, *, kept: bool) -> _Copy:
         memory = self._lanes.memory().take(_num_bytes(part), f"weights of {part.block.name}")
-        copy = self._copies[part] = _Copy(memory, _views(part, memory), kept, own_versions(part))
+        copy = self._copies[part] = _Copy(memory, *self._place(part, memory), kept, own_versions(part))
         return copy
+
+    def _place(self, part: Part, memory: Tensor) -> _Place:
+        places, address = self._places.setdefault(part, {}), memory.data_ptr()
+        place = places.get(address)
+        if place is None:
+            if len(places) == _KEPT_PLACES:
+                places.clear()
+            flat = memory.view(part.dtype)
+            with torch.inference_mode(False):  # a block that is bound during validation is trained later
+                own = (dlpack.from_dlpack(torch._C._to_dlpack(run)) for run in part.runs(flat))
+                place = places[address] = _Place(flat, [part.shaped(i, run) for i, run in enumerate(own)])
+        return place
 
     def _free(self, part: Part) -> None:
         copy = self._copies.pop(part, None)
@@ -300,18 +325,6 @@ class DeviceWeights:
 
 def _num_bytes(part: Part) -> int:
     return part.num_elements * part.dtype.itemsize
-
-
-def _flat(part: Part, memory: Tensor) -> Tensor:
-    return memory.view(part.dtype)
-
-
-def _views(part: Part, memory: Tensor) -> list[Tensor]:
-    """The part's parameters in a run, each with its own storage, as ``torch.save`` needs."""
-    flat = _flat(part, memory)
-    runs = (flat[start : start + param.numel()] for start, param in zip(part.offsets, part.params, strict=True))
-    with torch.inference_mode(False):  # a block that is bound during validation is trained later
-        return [part.shaped(i, dlpack.from_dlpack(torch._C._to_dlpack(run))) for i, run in enumerate(runs)]
 
 
 def _assign(part: Part, views: Iterable[Tensor]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,14 @@ class Moved:
     counts: bool = False
 
 
+class RunLayout(NamedTuple):
+    """How a parameter lies in its part's memory: one run of elements in its memory order."""
+
+    numel: int
+    shape: torch.Size
+    stride: tuple[int, ...]  # in elements
+
+
 @dataclass(eq=False, slots=True)
 class Part:
     """The parameters of one block with one dtype, trainability and optimizer: one run of memory.
@@ -122,6 +130,8 @@ class Part:
         is_lent: Code may hold a ``param.data`` whose writes no version counter shows.
         place: The place of its first parameter among those of the module.
         alignment_bytes: A multiple at which each parameter starts.
+        layouts: How each parameter lies in the run; none of it changes, whatever code does to the
+            parameter.
     """
 
     block: Block
@@ -156,6 +166,15 @@ class Part:
     is_lent: bool = False
     place: int = 0
     alignment_bytes: int = 0
+    layouts: list[RunLayout] = field(init=False)
+    _sizes: list[int] = field(init=False)  # of the parameters and, in between, of the padding behind each
+    _own_run: Tensor | None = field(default=None, init=False)  # of the reserved memory
+
+    def __post_init__(self) -> None:
+        self.layouts, self._sizes = [RunLayout(p.numel(), p.shape, _strides(p)) for p in self.params], []
+        ends = [*self.offsets[1:], self.num_elements]
+        for start, end, layout in zip(self.offsets, ends, self.layouts, strict=False):  # a blob has no parameters
+            self._sizes += layout.numel, end - start - layout.numel
 
     def require_native(self) -> NativePart:
         """The native part.
@@ -195,7 +214,11 @@ class Part:
     @property
     def run(self) -> Tensor:
         """The weight memory as one run of its dtype."""
-        return tensor_at(self.holder, self.address, self.num_elements, self.dtype)
+        if self.lent is not None:
+            return tensor_at(self.lent, self.address, self.num_elements, self.dtype)
+        if self._own_run is None:
+            self._own_run = tensor_at(self.arena, self.arena.address, self.num_elements, self.dtype)
+        return self._own_run
 
     def fixed_address(self, index: int) -> int:
         """An address that is parameter ``index``'s alone, wherever its weights are; 0 if empty."""
@@ -206,23 +229,26 @@ class Part:
 
         Its storage is its own run alone: ``torch.save`` writes storages whole.
         """
-        param = self.params[index]
-        if not param.numel():
-            return torch.empty_like(param, dtype=self.dtype, device="cpu", requires_grad=False)
+        numel, shape, stride = self.layouts[index]
+        if not numel:
+            return torch.empty_strided(shape, stride, dtype=self.dtype)
         start = self.address + self.offsets[index] * self.dtype.itemsize
-        return tensor_at(self.holder, start, param.numel(), self.dtype).as_strided(param.shape, _strides(param))
+        return tensor_at(self.holder, start, numel, self.dtype).as_strided(shape, stride)
+
+    def runs(self, flat: Tensor) -> Sequence[Tensor]:
+        """The runs of the parameters in a flat tensor with the part's layout."""
+        return flat.split_with_sizes(self._sizes)[::2]
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""
-        param = self.params[index]
-        return flat.as_strided(param.shape, _strides(param))
+        return flat.as_strided(self.layouts[index].shape, self.layouts[index].stride)
 
     def flat(self, index: int, value: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor as a flat run in the parameter's memory order, copied only if necessary."""
-        param = self.params[index]
-        if value.dtype != dtype or value.stride() != _strides(param) or value.device.type != "cpu":
-            value = torch.empty_strided(param.shape, _strides(param), dtype=dtype).copy_(value)
-        return value.as_strided((param.numel(),), (1,))
+        numel, shape, stride = self.layouts[index]
+        if value.dtype != dtype or value.stride() != stride or value.device.type != "cpu":
+            value = torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
+        return value.as_strided((numel,), (1,))
 
 
 @dataclass(eq=False, slots=True)

@@ -70,7 +70,8 @@ def own_versions(part: Part) -> int:
     Whoever copies that memory notes this number, and takes it before the copy: code may write
     meanwhile, and the copy may lack that.
     """
-    return sum(map(_VERSION, part.params)) + part.num_moves
+    with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+        return sum(map(_VERSION, part.params)) + part.num_moves
 
 
 def may_differ(part: Part) -> bool:
