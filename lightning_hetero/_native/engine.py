@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from lightning_hetero._native.kernels import Hyper
 from lightning_hetero._native.library import (
+    DTYPE_BYTES,
     EPOISONED,
     ETIMEDOUT,
     FLOATS,
@@ -444,13 +445,22 @@ def _segments_as_c(segments: Sequence[Segment], num_elements: int, num_hypers: i
     out = (CSegment * len(segments))()
     end = 0
     for index, segment in enumerate(segments):
-        name = f"segment {index}"
-        check_run(name, segment.offset, segment.numel, num_elements)
-        if segment.offset < end:
-            raise ConfigError(f"{name} starts at {segment.offset}; allowed: sorted, disjoint segments, so at least {end}.")
-        end = segment.offset + segment.numel
-        check_range(f"hyper of {name}", segment.hyper, low=0, high=num_hypers - 1)
-        width = check_dtype(f"grad_dtype of {name}", segment.grad_dtype, allowed=FLOATS)
-        check_address(f"grad of {name}", segment.grad, alignment=width)
-        out[index] = CSegment(*segment)
+        offset, numel, grad, dtype, hyper = segment
+        width = DTYPE_BYTES.get(dtype, 0) if dtype in FLOATS else 0
+        ints = type(offset) is type(numel) is type(grad) is type(hyper) is int
+        inside = ints and end <= offset <= num_elements and 0 <= numel <= num_elements - offset and 0 <= hyper < num_hypers
+        if not (inside and width and 0 < grad < 1 << 63 and grad % width == 0):
+            _check_segment(f"segment {index}", segment, end, num_elements, num_hypers)  # it says what is wrong
+        end = offset + numel
+        out[index] = CSegment(offset, numel, grad, dtype, hyper)
     return out
+
+
+def _check_segment(name: str, segment: Segment, end: int, num_elements: int, num_hypers: int) -> None:
+    """Checks one segment, which begins at ``end`` or later."""
+    check_run(name, segment.offset, segment.numel, num_elements)
+    if segment.offset < end:
+        raise ConfigError(f"{name} starts at {segment.offset}; allowed: sorted, disjoint segments, so at least {end}.")
+    check_range(f"hyper of {name}", segment.hyper, low=0, high=num_hypers - 1)
+    width = check_dtype(f"grad_dtype of {name}", segment.grad_dtype, allowed=FLOATS)
+    check_address(f"grad of {name}", segment.grad, alignment=width)

@@ -86,10 +86,11 @@ class QueuedOp:
     def issued(self) -> None:
         """Blocks until ``run`` has returned and its tickets have passed; streams may still work."""
         self.handed()
-        what = passed_at(self.op)
-        for ticket in self._tickets if what else ():
-            self.passes(ticket, what)
-        self._tickets = ()
+        if self._tickets:
+            what = passed_at(self.op)
+            for ticket in self._tickets if what else ():
+                self.passes(ticket, what)
+            self._tickets = ()
 
     def wait(self) -> None:
         """Blocks until the op has ended."""
@@ -103,10 +104,11 @@ class QueuedOp:
         if not self._returned.is_set():
             return False
         self._check()
-        what = passed_at(self.op)
-        if what and not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):
-            return False
-        self._tickets = ()
+        if self._tickets:
+            what = passed_at(self.op)
+            if what and not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):
+                return False
+            self._tickets = ()
         if self.moment is not None and not self._guarded(self.moment.query):
             return False
         self.keep.clear()

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero import _native
@@ -51,13 +51,13 @@ def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
-def hyper(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> Hyper:
-    """The numbers of one parameter's next update.
+def hyper(optimizer: Optimizer, group: dict[str, Any], step: float) -> Hyper:
+    """The numbers of a parameter's next update.
 
     Args:
-        optimizer: The user's optimizer; its ``state[p]["step"]`` has already been incremented.
-        param: The parameter.
-        group: Its group.
+        optimizer: The user's optimizer.
+        group: The parameter's group.
+        step: Its count of steps after this one.
     """
     beta1, beta2 = group["betas"]
     flags = (_native.ADAMW if is_decoupled(optimizer, group) else 0) | (_native.MAXIMIZE if group["maximize"] else 0)
@@ -67,7 +67,7 @@ def hyper(optimizer: Optimizer, param: nn.Parameter, group: dict[str, Any]) -> H
         beta2=float(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        step=float(optimizer.state[param]["step"]),
+        step=step,
         flags=flags,
     )
 
@@ -83,13 +83,6 @@ def request(part: Part, grads: Iterable[tuple[int, Hyper, Tensor]]) -> tuple[lis
     hypers: dict[Hyper, int] = {}
     segments = []
     for index, numbers, grad in grads:
-        segments.append(
-            Segment(
-                offset=part.offsets[index],
-                numel=part.params[index].numel(),
-                grad=grad.data_ptr(),
-                grad_dtype=DTYPES[grad.dtype],
-                hyper=hypers.setdefault(numbers, len(hypers)),
-            )
-        )
+        hyper = hypers.setdefault(numbers, len(hypers))
+        segments.append(Segment(part.offsets[index], part.layouts[index].numel, grad.data_ptr(), DTYPES[grad.dtype], hyper))
     return segments, list(hypers)

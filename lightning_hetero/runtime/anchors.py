@@ -147,6 +147,15 @@ def _once_per_backward(call: Callable[[], None]) -> Callable[[Tensor], None]:
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
     """The tensors in a forward's arguments or results, in containers and dataclasses too."""
+    if isinstance(tree, Tensor):
+        yield tree
+        return
+    if type(tree) is tuple or type(tree) is list:  # as nearly all are; torch walks trees slowly
+        for leaf in tree:
+            yield from tensors_in(leaf)
+        return
+    if tree is None or (type(tree) is dict and not tree):
+        return
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf

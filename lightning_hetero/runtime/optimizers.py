@@ -14,7 +14,7 @@ again. Records of kept steps have the members of optimizers, which is what a res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from types import MethodType
 
@@ -277,15 +277,24 @@ class OptimizerBinding:
                 if id(param) in ids:
                     fill(self.optimizer.state.get(param, {}))
 
-    def advance(self, part: Part, indices: Iterable[int]) -> None:
-        """Counts one more step of parameters that the engine is about to update."""
-        for index in indices:
-            param = part.params[index]
-            state = self.optimizer.state[param]
+    def advance(self, part: Part, indices: Sequence[int]) -> list[float]:
+        """Counts one more step of parameters that the engine is about to update; returns counts."""
+        states = []
+        with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
+            for index in indices:
+                states.append(self.optimizer.state[part.params[index]])
+        for index, state in zip(indices, states, strict=True):
             if "step" not in state:
                 self._attach(state, part, index)
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        steps = [state["step"] for state in states]
+        if all(isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32 and not step.ndim for step in steps):
+            torch._foreach_add_(steps, 1)
+            counts: list[float] = torch.stack(steps).tolist()
+            return counts
+        for state in states:  # code has given it numbers
             state["step"] += 1
+        return [float(state["step"]) for state in states]
 
     def _advance_empty(self) -> None:
         """Counts a step of parameters without elements, as torch does; they have no update."""
@@ -309,13 +318,13 @@ class OptimizerBinding:
         The optimizer has none, as after ``state.clear()``, or code has given it other tensors.
         """
         names, states, attached, found = adam.state_names(part.dtype), self.optimizer.state, self._attached, []
-        for index in indices:
-            param = part.params[index]
-            state = states.get(param, _NOTHING)
+        with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
+            given = [(index, states.get(part.params[index], _NOTHING)) for index in indices]
+        for index, state in given:
             if "step" not in state:
                 is_new = part.has_old_state
             else:
-                ours = attached.get(id(param), _NOTHING)
+                ours = attached.get(id(part.params[index]), _NOTHING)
                 is_new = any(state.get(name) is not ours.get(name) for name in names)
             if is_new:
                 found.append(index)

@@ -18,9 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-import psutil
-
-from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, malloc_answers
+from lightning_hetero.store.capacity import available_memory_bytes, heap_meter, malloc_answers, resident_bytes
 from lightning_hetero.units import GIB, MIB
 
 WORTH_IT = 32 * MIB
@@ -56,7 +54,6 @@ class Heap:
         libc = ctypes.CDLL(None)
         self._trim = getattr(libc, "malloc_trim", None)  # glibc's; other libraries give large tensors back at once
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
-        self._process = psutil.Process()
         # Without the engine's memory, which fills during forward.
         self._allocated = heap_meter() if malloc_answers() else self._resident
         self.peak_bytes = 0  # the most resident memory at the anchors that measure it; may be set back
@@ -158,6 +155,6 @@ class Heap:
         return self._takes_what_is_free and 2 * resident + coming_bytes + _NEAR <= self._limit
 
     def _resident(self) -> int:
-        resident = int(self._process.memory_info().rss)
+        resident = resident_bytes()
         self.peak_bytes = max(self.peak_bytes, resident)
         return resident

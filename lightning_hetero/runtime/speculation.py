@@ -156,7 +156,7 @@ class Speculation:
                 for one in () if trial.divided else trial.due.parts:
                     if one.claim is not None:
                         params = [one.part.params[i] for i in one.indices]
-                        self._divide(params, trial.due.binding, [one.claim.gradient(p) for p in params])
+                        self._divide(params, trial.due.binding, [g for g in one.claim.gradients(params) if g is not None])
                 trial.tickets.extend(trial.due(priority=priority, after=after, speculative=True))
         return trial.tickets
 

@@ -145,8 +145,14 @@ class Updater:
         if binding.rule is Rule.NATIVE:
             self._groups = groups = self._groups or binding.groups()
             binding.renew(part, indices)
-            binding.advance(part, indices)  # the optimizer counts the step
-            numbers = [adam.hyper(binding.optimizer, p, groups[id(p)]) for p in params]
+            steps = binding.advance(part, indices)  # the optimizer counts the step
+            known: dict[tuple[int, float], Hyper] = {}
+            for param, step in zip(params, steps, strict=True):
+                group = groups[id(param)]
+                key = id(group), step
+                if key not in known:
+                    known[key] = adam.hyper(binding.optimizer, group, step)
+                numbers.append(known[key])
         return DuePart(part, indices, numbers, claim)
 
     def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
@@ -207,11 +213,11 @@ class Updater:
 
     def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
         """The gradients, in the parameters' memory order, from the host once they are there."""
-        grads = []
-        for i in due.indices:
-            param = due.part.params[i]
-            if due.claim is not None and param in due.claim:
-                grads.append(due.claim.gradient(param))
+        params, grads = [due.part.params[i] for i in due.indices], []
+        here = [None] * len(params) if due.claim is None else due.claim.gradients(params)
+        for i, param, held in zip(due.indices, params, here, strict=True):
+            if held is not None:
+                grads.append(held)
                 continue
             if (grad := param.grad) is None:
                 raise HeteroError(f"{due.part.names[i]!r} lost its gradient between optimizer.step() and its update.")

@@ -38,8 +38,15 @@ def total_memory_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys
 
 
 def resident_bytes() -> int:
-    """Bytes of host memory that this process holds now."""
-    return int(psutil.Process().memory_info().rss)
+    """Bytes of host memory that this process holds now. Source: proc(5), ``statm``."""
+    try:
+        statm = os.open("/proc/self/statm", os.O_RDONLY)
+    except FileNotFoundError:
+        return int(psutil.Process().memory_info().rss)  # ten times as slow
+    try:
+        return int(os.read(statm, 256).split()[1]) * resource.getpagesize()
+    finally:
+        os.close(statm)
 
 
 def peak_resident_bytes() -> int:

@@ -117,13 +117,14 @@ def test_one_bit_of_a_weight_is_found_in_its_step(options: dict[str, Any], fake:
 
 
 def test_a_wrong_number_of_the_update_is_found_where_it_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = adam.hyper
+    right = adam.request
 
-    def wrong(optimizer: Any, param: Any, group: Any) -> Any:
-        hyper = right(optimizer, param, group)
-        return hyper._replace(lr=hyper.lr * (1 + 1e-6)) if param.shape == (24,) else hyper
+    def wrong(part: Any, grads: Any) -> Any:
+        rows = list(grads)
+        off = [part.layouts[index].shape == (24,) for index, _, _ in rows]
+        return right(part, [(i, h._replace(lr=h.lr * (1 + 1e-6)) if o else h, g) for o, (i, h, g) in zip(off, rows, strict=True)])
 
-    monkeypatch.setattr(adam, "hyper", wrong)
+    monkeypatch.setattr(adam, "request", wrong)
     text = message(Recipe(), tmp_path)
     assert "in step 1, model.blocks.0.norm.weight is " in text
     assert " at [" in text

@@ -110,7 +110,7 @@ class Activations:
         # The forwards that are under way, the innermost one last; with ``None``, its saved tensors
         # are autograd's own.
         self.running: list[tuple[BlockActivations, Use | Inner | None]] = []
-        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}  # that may leave, by address
         self._blocks: list[BlockActivations] = []
         # Recomputed tensors of the last batch and of the one before it: their blocks, and whether
         # they have other values than in forward, on the device.
@@ -134,7 +134,7 @@ class Activations:
             _, use = self.running.pop()
             if use is not None:
                 use.end()
-        self._storages.clear()
+        self.storages.clear()
         for block in self._blocks:
             block.begin_batch()
         self.swapper.sweep()
@@ -168,14 +168,14 @@ class Activations:
 
     def known(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """What is known of a storage that a forward of this batch has saved."""
-        ref = self._storages.get(storage._cdata)
+        ref = self.storages.get(storage._cdata)
         saved = None if ref is None else ref()
         return saved if saved is not None and saved.is_for(storage) else None
 
     def note(self, storage: torch.UntypedStorage) -> SavedStorage:
         """Remembers a storage that may leave."""
         saved = SavedStorage(weakref.ref(storage))
-        self._storages[storage._cdata] = weakref.ref(saved)
+        self.storages[storage._cdata] = weakref.ref(saved)
         return saved
 
 
@@ -203,8 +203,8 @@ class BlockActivations:
         self._model, self._device_type = model, model.lanes.device_type
         self._params = list(module.named_parameters())
         self._buffers = [(m, name) for m in module.modules() for name, _ in m.named_buffers(recurse=False)]
-        keeps = rules.saved is Saved.KEEP and rules.boundary is Saved.KEEP and not self.operators
-        self._is_idle = keeps and not weights_move
+        self.keeps = rules.saved is Saved.KEEP and rules.boundary is Saved.KEEP and not self.operators
+        self._is_idle = self.keeps and not weights_move
         self._forwards: list[_Forward] = []
 
     def begin_batch(self) -> None:
@@ -314,9 +314,10 @@ class Use:
                 f"{block.name}: activations cannot be followed here: {error}. Blocks that run under torch.func need saved='keep' "
                 f"and weights on 'device' in the plan."
             ) from error
-        self._fixed = block.fixed()
-        tensors = (leaf for leaf in tensors_in((args, kwargs)) if has_storage(leaf, self._device_type))
-        self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
+        if lanes.counts or not block.keeps:  # else all storages are treated alike
+            self._fixed = block.fixed()
+            tensors = (leaf for leaf in tensors_in((args, kwargs)) if has_storage(leaf, self._device_type))
+            self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
         if block.recomputes:
             self._rerun = Rerun(
                 block.name, block.module, args, kwargs, save=lambda argument: model.weights(argument) or self._save(argument, None),
@@ -366,7 +367,10 @@ class Use:
         """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor.detach())
-        model, block, storage = self._model, self._block, tensor.untyped_storage()
+        model, block = self._model, self._block
+        if block.keeps and not (model.storages or model.lanes.counts):  # nothing needs to know its storage
+            return SavedTensor(None, block.name, number or 0, tensor.detach(), dropped=False)
+        storage = tensor.untyped_storage()
         known = model.known(storage)
         if known is not None and known.owner is not None and known.owner is not self._key:
             known.stay(tensor)

@@ -52,7 +52,7 @@ class TensorLayout(NamedTuple):
 class SavedTensor:
     """One saved tensor, wherever its bytes are. Autograd holds it."""
 
-    __slots__ = ("__weakref__", "changed", "home", "layout", "made_by", "name", "number", "recompute", "tensor", "version")
+    __slots__ = ("__weakref__", "_layout", "changed", "home", "made_by", "name", "number", "recompute", "tensor", "version")
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class SavedTensor:
         self.recompute = recompute  # of the forward that saved it; ``None`` for an argument of a forward
         self.name = name  # of that forward or argument, for errors
         self.number = number  # its place among the tensors that the forward has saved
-        self.layout = TensorLayout.of(tensor)  # how it lies in its storage
+        self._layout = TensorLayout.of(tensor) if dropped or home is not None else tensor  # one that stays has its own
         self.home = home  # its storage, if that may leave the device
         self.tensor = None if dropped else tensor  # ``None`` while it is away
         self.version = tensor._version  # the version counter of ``tensor`` when it was saved
@@ -77,6 +77,11 @@ class SavedTensor:
         self.changed = False  # it was changed in place before it could leave
         if home is not None:
             home.tensors.append(weakref.ref(self))
+
+    @property
+    def layout(self) -> TensorLayout:
+        """How it lies in its storage."""
+        return TensorLayout.of(self._layout) if isinstance(self._layout, Tensor) else self._layout
 
     def view(self) -> Tensor:
         """The saved tensor, on the device: brought back or computed again if necessary.

@@ -72,15 +72,16 @@ class HostGradients:
         for part in block.parts:
             grads = grads_of(part)
             for name, grad in zip(part.names, grads, strict=True):
-                if grad is not None:
+                if grad is not None and grad.layout is not torch.strided:
                     check_dense(name, grad)
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
-            for index, (param, grad) in enumerate(zip(part.params, grads, strict=True)):
-                if type(grad) is HostGradient:  # a backward outside the schedule has added to it there
-                    continue
-                if grad is not None and grad.numel():  # without elements it stays where clipping counts it
-                    param.grad = None
-                    of_part[grad.dtype].append((index, grad.detach()))
+            with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+                for index, (param, grad) in enumerate(zip(part.params, grads, strict=True)):
+                    if grad is None or type(grad) is HostGradient:  # a backward outside the schedule has added to it there
+                        continue
+                    if grad.numel():  # without elements it stays where clipping counts it
+                        param.grad = None
+                        of_part[grad.dtype].append((index, grad))
             arrivals += [self._take_part(part, rows) for rows in of_part.values()]
         return partial(self._receive, arrivals)
 
@@ -102,7 +103,10 @@ class HostGradients:
             else:
                 known = None if norm is None or self.norm_type is None else (self.norm_type, norm)
                 held = self._held[id(param)] = Held(part, index, param, grad.dtype, known)
-            arrivals.append((held, _flat(param, grad)))
+            numel, shape, stride = part.layouts[index]
+            if grad.stride() != stride:  # which is rare
+                grad = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            arrivals.append((held, grad.as_strided((numel,), (1,))))
         return arrivals
 
     def _receive(self, arrivals: list[_Arrivals]) -> list[Ticket]:
@@ -151,8 +155,10 @@ class HostGradients:
 
     def are_left(self, block: Block) -> bool:
         """Whether the block has gradients on the device that GRAD would take."""
-        grads = chain.from_iterable(map(grads_of, block.parts))
-        return any(grad is not None and type(grad) is not HostGradient and grad.numel() for grad in grads)
+        for grad in chain.from_iterable(map(grads_of, block.parts)):
+            if grad is not None and type(grad) is not HostGradient and grad.numel():
+                return True
+        return False
 
     def claim(self, params: Iterable[nn.Parameter], *, keep: bool = False) -> Claim:
         """An update is issued for these gradients, which belong to it even before GRAD has ended.
@@ -170,8 +176,8 @@ class HostGradients:
         return Claim(self, held)
 
     def _used(self, held: Iterable[Held], ticket: Ticket | None) -> None:
-        for one in held:
-            with self._lock:
+        with self._lock:
+            for one in held:
                 keeps, one.claimed = one.claimed and not one.dropped, False
                 if one.buffer is not None and ticket is not None and ticket not in one.buffer.readers:
                     one.buffer.readers.append(ticket)
@@ -282,9 +288,23 @@ class Claim:
     def __contains__(self, param: object) -> bool:
         return id(param) in self._held
 
-    def gradient(self, param: nn.Parameter) -> Tensor:
-        """The parameter's gradient in host memory, dense and in its order, once GRAD has ended."""
-        return self._held[id(param)].value()
+    def gradients(self, params: Iterable[nn.Parameter]) -> list[Tensor | None]:
+        """The gradients in host memory once GRAD has ended: flat, in their parameters' order.
+
+        ``None`` for parameters whose gradient does not belong to the update.
+        """
+        found: list[Tensor | None] = []
+        runs: dict[Buffer, Sequence[Tensor]] = {}
+        for param in params:
+            held = self._held.get(id(param))
+            if held is None:
+                found.append(None)
+                continue
+            assert held.buffer is not None, "its GRAD has ended"
+            if held.buffer not in runs:
+                runs[held.buffer] = held.part.runs(held.buffer.memory.view(held.dtype))
+            found.append(runs[held.buffer][held.index])
+        return found
 
     def used(self, ticket: Ticket | None) -> None:
         """The update has the gradients: their memory is free once ``ticket``, if any, is READY."""
@@ -312,10 +332,3 @@ def grads_of(part: Part) -> list[Tensor | None]:
     """The gradients of a part's parameters; for handles without a call of Python each."""
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in part.params]
-
-
-def _flat(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """A gradient as a flat run in the parameter's memory order, which it almost always has."""
-    if grad.stride() != param.stride():
-        grad = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device).copy_(grad)
-    return grad.as_strided((grad.numel(),), (1,))

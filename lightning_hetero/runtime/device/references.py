@@ -54,24 +54,23 @@ class BoundWeights:
             address = tensor.data_ptr()
         except RuntimeError:  # tensors without memory: wrappers, fake tensors
             return None
-        place = bisect_right(self._begins, address) - 1
-        if place < 0 or address >= self._begins[place] + self._runs[place][0]:
-            return None
         known = self._references.get(address)
         if known is not None and known.is_of(tensor):
             return known
+        place = bisect_right(self._begins, address) - 1
+        if place < 0 or address >= self._begins[place] + self._runs[place][0]:
+            return None
         begin, part = self._begins[place], self._runs[place][1]
         index = bisect_right(part.offsets, (address - begin) // part.dtype.itemsize) - 1
         start = begin + part.offsets[index] * part.dtype.itemsize
         found = self._references[address] = WeightRef(
-            memory=self._memory, part=part, index=index, dtype=tensor.dtype, offset=(address - start) // tensor.dtype.itemsize,
-            size=tensor.size(), stride=tensor.stride(), conjugate=tensor.is_conj(), negative=tensor.is_neg(),
-            version=part.params[index]._version,
+            self._memory, part, index, tensor.dtype, (address - start) // tensor.dtype.itemsize, tensor.size(), tensor.stride(),
+            tensor.is_conj(), tensor.is_neg(), part.params[index]._version,
         )  # fmt: skip
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
 class WeightRef:
     """A view of a parameter that autograd saved, without its memory."""
 
