@@ -3,7 +3,7 @@
 The GPT has 1 to 3 billion parameters.
 
 * ``zero_offload``, ``zero_infinity``, ``auto``: Lightning under ``HeteroOffloadStrategy`` with that
-  plan. ``auto`` is the planner ``holistic``, which needs cvxpy. A machine without it saves the
+  plan. ``auto`` is the planner ``holistic``, which needs highspy. A machine without it saves the
   planner's input with ``--profiles DIR``; the plan is made elsewhere (``lightning-hetero plan``),
   and ``--plan FILE`` trains with it.
 * ``fsdp2``: ``fully_shard`` of every layer with ``CPUOffloadPolicy``, its own loop, fused AdamW on
@@ -21,11 +21,11 @@ The GPT has 1 to 3 billion parameters.
 A contestant that cannot run here is ``null``, and a line before says why. Contestants run one after
 the other, each in a process with the device to itself. ``--continue LOG`` keeps the measurements,
 contestant by contestant, and after ``--minutes`` no contestant begins; the same command again
-continues. For short sessions without cvxpy:
+continues. For short sessions without highspy:
 
     python benchmarks/gpu_step.py --cap 24GiB --only peak zero_offload --profiles DIR \\
         --continue LOG --dir DISK
-    # on any machine with cvxpy:
+    # on any machine with highspy:
     lightning-hetero plan --model-profile DIR/model.json \\
         --hardware-profile DIR/hardware-24GiB.json --out plan-24.json
     python benchmarks/gpu_step.py --cap 24GiB --plan plan-24.json --minutes 7 --continue LOG \\
@@ -255,10 +255,10 @@ def contestants(args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
         named[plan] = (offloaded, args, plan, layers)
     if args.plan is not None:
         named[AUTO] = (offloaded, args, args.plan, layers)
-    elif importlib.util.find_spec("cvxpy") is not None:
+    elif importlib.util.find_spec("highspy") is not None:
         named[AUTO] = (offloaded, args, AUTO, layers)
     else:
-        print("auto: cvxpy is not installed, and no --plan says what the planner chose elsewhere")
+        print("auto: highspy is not installed, and no --plan says what the planner chose elsewhere")
     named |= {"fsdp2": (fsdp2, args), "fsdp2_recompute": (partial(fsdp2, recompute=True), args)}
     if importlib.util.find_spec("deepspeed") is None:
         print("deepspeed is not installed: pip install deepspeed (it compiles for minutes on first use, and needs libaio-dev)")

@@ -102,3 +102,18 @@ def test_hidden_packages_cannot_be_imported(tmp_path: Path) -> None:
     hiding.hide(["colorsys"], tmp_path)
     script = "import importlib.util as u, wave; print(u.find_spec('colorsys'), bool(wave))"
     assert hiding.run("hidden", sys.executable, "-c", script, limit_s=60) == (0, "None True\n")
+
+
+@pytest.mark.parametrize(("hidden", "names"), [("cvxpy", ["auto"]), ("highspy", [])])
+def test_our_planner_needs_highspy_and_no_cvxpy(hidden: str, names: list[str], tmp_path: Path) -> None:
+    one = call(tmp_path)
+    one.hide([hidden], tmp_path)
+    script = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import argparse, gpt2, gpu_step, importlib.util; "
+        f"assert importlib.util.find_spec({hidden!r}) is None; "
+        "args = argparse.Namespace(size=gpt2.SIZES['tiny'], variants=None, plan=None, only=['auto']); "
+        "print(sorted(gpu_step.contestants(args)))"
+    )
+    status, output = one.run("contestants", sys.executable, "-c", script, limit_s=100)
+    assert status == 0, output
+    assert output.splitlines()[-1] == str(names)
