@@ -167,7 +167,7 @@ class EmulatedLanes(Lanes):
         if on_compute:
             self._compute.pause()
         at_once = all(event.done() for event in queued.after)
-        for event in queued.after:
+        for event in () if at_once else queued.after:
             event.wait()
         if self._seed is not None:
             at_once = False

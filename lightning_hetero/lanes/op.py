@@ -80,7 +80,7 @@ class QueuedOp:
         """Blocks until ``run`` has returned."""
         if not self._returned.is_set():
             self.failures.owner.check("the device's lane")
-        self._returned.wait()
+            self._returned.wait()
         self._check()
 
     def issued(self) -> None:

@@ -129,9 +129,9 @@ class Lanes:
             if self._failures.closing.is_set():
                 raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) was not taken: the lanes are closed. Create new ones.")
             self._submitted.append(queued)
-            if self._has_queue(op.lane):
+            if has_queue := self._has_queue(op.lane):
                 self._queue(op.lane).put(queued)
-        if not self._has_queue(op.lane):
+        if not has_queue:
             queued.perform(self._work)
         return queued
 
@@ -156,9 +156,10 @@ class Lanes:
         return lane is not Lane.COMPUTE
 
     def _queue(self, lane: Lane) -> Queue:
-        if lane not in self._queues:
-            self._queues[lane] = Queue(lane, self._thread_begins, self._work, self._tidy)
-        return self._queues[lane]
+        queue = self._queues.get(lane)
+        if queue is None:
+            queue = self._queues[lane] = Queue(lane, self._thread_begins, self._work, self._tidy)
+        return queue
 
     def _thread_begins(self) -> None:
         """The thread of a lane begins; called there."""

@@ -198,6 +198,8 @@ class Updater:
 
     def _indices(self, part: Part, binding: OptimizerBinding) -> list[int]:
         """The part's parameters whose update for this optimizer is due, by position."""
+        if self._updated and self._updated.issuperset(map(id, part.params)):  # as nearly all are at the verdict
+            return []
         away = () if self.device is None else self.device.gradients.ids()
         # The engine skips parameters without elements. An optimizer's own code counts their steps.
         counts_empty = binding.rule is not Rule.NATIVE

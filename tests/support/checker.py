@@ -158,24 +158,30 @@ class Checker:
     def only_looking(self) -> Iterator[None]:
         """What polls find here decides nothing."""
         outer, self._local.looks = getattr(self._local, "looks", False), True
+        self._local.seen = nobody()
         try:
             yield
         finally:
             self._local.looks = outer
+            del self._local.seen
 
     def learns(self, actor: Actor, clock: Clock) -> bool:
         """Whether a poll finds that the actor has come to its part of a clock."""
         host = self.host()
-        if self.prompt and not getattr(self._local, "looks", False):
-            host.join(clock)
+        if self.prompt:
+            self._join_found(host, clock)
         return self.prompt or host.knows(clock, actor)
 
     def learns_all(self, clock: Clock) -> bool:
         """The same for all actors."""
         host = self.host()
-        if self.prompt and not getattr(self._local, "looks", False):
-            host.join(clock)
+        if self.prompt:
+            self._join_found(host, clock)
         return self.prompt or all(host.clock.get(number, 0) >= time for number, time in clock.items())
+
+    def _join_found(self, host: Actor, clock: Clock) -> None:
+        """A poll has found this; one that only looks may still let memory go for it."""
+        (self._local.seen if getattr(self._local, "looks", False) else host).join(clock)
 
     # ---- where -----------------------------------------------------------------------------------
 
@@ -258,6 +264,9 @@ class Checker:
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         """Somebody who knows what streams have done holds these no more."""
         clock = self.host().hand_on()
+        if (seen := getattr(self._local, "seen", None)) is not None:
+            seen.join(clock)
+            clock = seen.clock
         with self.lock:
             self.forget_freed()
             for tensor in tensors:

@@ -39,6 +39,7 @@ class _Place(NamedTuple):
 
     flat: Tensor  # as one run of the part's dtype
     views: list[Tensor]  # the parameters, each with its own storage, as ``torch.save`` needs
+    addresses: list[int]  # of these
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class _Copy:
     memory: Tensor  # the run, as bytes
     flat: Tensor
     views: list[Tensor]  # the parameters as they lie there
+    addresses: list[int]  # of these
     kept: bool  # it stays there
     versions: int  # the parameters' version counters when host and device agreed last
     newer: bool = False  # an update on the device has changed it, or there is no other copy
@@ -283,7 +285,8 @@ class DeviceWeights:
             flat = memory.view(part.dtype)
             with torch.inference_mode(False):  # a block that is bound during validation is trained later
                 own = (dlpack.from_dlpack(torch._C._to_dlpack(run)) for run in part.runs(flat))
-                place = places[address] = _Place(flat, [part.shaped(i, run) for i, run in enumerate(own)])
+                views = [part.shaped(i, run) for i, run in enumerate(own)]
+                place = places[address] = _Place(flat, views, [view.data_ptr() for view in views])
         return place
 
     def _free(self, part: Part) -> None:
@@ -308,9 +311,10 @@ class DeviceWeights:
         if copy is None or not copy.bound:
             return
         with torch._C.DisableTorchFunctionSubclass():  # code may also move them without ``data``
-            for index, (param, view) in enumerate(zip(part.params, copy.views, strict=True)):
-                if param.data_ptr() != view.data_ptr() and index not in part.moved and param.numel():
-                    part.moved[index] = Moved(view, param._version)
+            if [param.data_ptr() for param in part.params] != copy.addresses:
+                for index, (param, view) in enumerate(zip(part.params, copy.views, strict=True)):
+                    if param.data_ptr() != view.data_ptr() and index not in part.moved and param.numel():
+                        part.moved[index] = Moved(view, param._version)
         if part.moved:
             bring_back(part)
 
