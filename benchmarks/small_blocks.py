@@ -8,9 +8,16 @@ for a block, not arithmetic. That is what a GPU waits for if its kernels are sho
 * ``host``: weights and state in host memory, updates on the CPU, activations stay on the device.
 * ``recompute``: the same, and activations are recomputed.
 
+The emulated device counts the memory of every tensor that forward saves, in Python. On a GPU
+torch's allocator counts, and plan ``resident`` has no hooks on saved tensors at all. ``…,
+uncounted`` is the same plan on a device that counts nothing: what the runtime itself does.
+
 Prints one line of JSON last: seconds per block, the median over rounds of the difference between a
 model of ``--blocks`` and one of a quarter of them; ``overhead_per_block_vs_plain``, its ratio to
 that of ``plain``; ``calls_per_block``, functions of the package that a step calls per block.
+
+Lanes run ops in threads of their own, whose Python holds the interpreter too.
+``calls_per_block`` has only calls of the thread that trains.
 
     python benchmarks/small_blocks.py
 """
@@ -26,6 +33,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -35,6 +43,8 @@ from torch import Tensor, nn
 import lightning_hetero
 from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, Plan, Tier, UpdateLane
 from lightning_hetero.ir.plan import Saved
+from lightning_hetero.lanes import EmulatedLanes
+from lightning_hetero.runtime.device import setup
 
 WIDTH = 8
 PACKAGE = str(Path(lightning_hetero.__file__).parent)
@@ -46,6 +56,21 @@ PLANS = {
     "host": Plan(name="host", blocks=(ON_HOST, ON_DEVICE)),
     "recompute": Plan(name="recompute", blocks=(RECOMPUTED, ON_DEVICE)),
 }
+
+
+UNCOUNTED = ", uncounted"
+CONTESTANTS = (*PLANS, *(name + UNCOUNTED for name in PLANS))
+
+
+class UncountedLanes(EmulatedLanes):
+    """An emulated device that leaves what torch allocates to torch, as a GPU does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counts = False
+
+    def allocated(self, storage: torch.UntypedStorage) -> None:
+        """Counts nothing."""
 
 
 class Block(nn.Module):
@@ -113,9 +138,10 @@ def train(name: str, num_blocks: int, steps: int, *, counts: bool = False) -> St
     strategy: Any = "auto"
     if name != "plain":
         device = EmulatedDevice(memory="256MiB")
-        strategy = HeteroOffloadStrategy(PLANS[name], device=device, block_cls=Block)
+        strategy = HeteroOffloadStrategy(PLANS[name.removesuffix(UNCOUNTED)], device=device, block_cls=Block)
     trainer = make_trainer(strategy=strategy, max_steps=warm + 2 if counts else warm + steps + 1, callbacks=[seen])
-    trainer.fit(module)
+    with patch.object(setup, "EmulatedLanes", UncountedLanes if name.endswith(UNCOUNTED) else EmulatedLanes):
+        trainer.fit(module)
     return seen
 
 
@@ -124,7 +150,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=64, help="of the larger model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=20, help="per contestant and round")
-    parser.add_argument("--calls", choices=tuple(PLANS), help="only print the functions that a step of this plan calls")
+    parser.add_argument("--calls", choices=CONTESTANTS, help="only print the functions that a step of this plan calls")
     args = parser.parse_args()
     many, few = args.blocks, args.blocks // 4
     if args.calls:
@@ -135,15 +161,15 @@ def main() -> None:
         print(f"{sum(rows.values()):7.2f} per block")
         return
     calls = {}
-    for name in PLANS:
+    for name in CONTESTANTS:
         large, small = (train(name, n, 0, counts=True).calls.total() for n in (many, few))
         calls[name] = round((large - small) / (many - few), 1)
-    found: dict[str, list[float]] = {name: [] for name in ("plain", *PLANS)}
+    found: dict[str, list[float]] = {name: [] for name in ("plain", *CONTESTANTS)}
     for _ in range(args.rounds):
         for name, rows in found.items():
             large_s, small_s = (statistics.median(train(name, n, args.steps).seconds) for n in (many, few))
             rows.append((large_s - small_s) / (many - few))
-    ratios = {name: [a / b for a, b in zip(found[name], found["plain"], strict=True)] for name in PLANS}
+    ratios = {name: [a / b for a, b in zip(found[name], found["plain"], strict=True)] for name in CONTESTANTS}
     result = {
         "seconds_per_block": {name: statistics.median(rows) for name, rows in found.items()},
         "overhead_per_block_vs_plain": {name: round(statistics.median(rows), 3) for name, rows in ratios.items()},

@@ -321,11 +321,9 @@ class OptimizerBinding:
         with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
             given = [(index, states.get(part.params[index], _NOTHING)) for index in indices]
         for index, state in given:
-            if "step" not in state:
-                is_new = part.has_old_state
-            else:
-                ours = attached.get(id(part.params[index]), _NOTHING)
-                is_new = any(state.get(name) is not ours.get(name) for name in names)
+            is_new, ours = "step" not in state and part.has_old_state, attached.get(id(part.params[index]), _NOTHING)
+            for name in names if "step" in state else ():
+                is_new |= state.get(name) is not ours.get(name)
             if is_new:
                 found.append(index)
         return found

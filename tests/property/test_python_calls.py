@@ -61,11 +61,11 @@ def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: 
 @pytest.mark.parametrize(
     ("plan", "device", "recipe", "most"),
     [
-        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2600),
-        (ON_DISK, None, {}, 3150),
-        (ON_DISK, None, {"clip": 0.3}, 4200),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 5300),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 6850),
+        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2450),
+        (ON_DISK, None, {}, 3000),
+        (ON_DISK, None, {"clip": 0.3}, 3900),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 4950),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 6000),
     ],
     ids=["host", "disk", "disk-clip", "device", "device-clip"],
 )
