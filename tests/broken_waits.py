@@ -40,7 +40,7 @@ from support.broken_waits import LISTED, Break, every_other
 from support.cuda import stand_in
 from support.lane_kinds import lanes_of
 from support.lanes import MEMORY_BYTES, Program
-from support.models import Outcome, Recipe, assert_same, run
+from support.models import Outcome, Recipe, assert_same
 from support.ordered_runs import RUNS, everything
 from support.streams import FakeCuda
 
@@ -105,7 +105,7 @@ def foreign(expected: dict[str, Outcome], folder: Path) -> None:
     for name, one in RUNS.items():
         options = one.options | ({"disk_path": folder / name / "store"} if one.kept else {})
         strategy = HeteroOffloadStrategy(one.plan, device_memory="4MiB", **options)
-        got = run(without_dropout(one.recipe), strategy, folder / name, accelerator=stand_in(NAME), devices=1)
+        got = one.trained_by(strategy, folder / name, without_dropout(one.recipe), accelerator=stand_in(NAME), devices=1)
         assert_same(got, expected[f"{name}, without dropout"])
 
 
@@ -155,8 +155,11 @@ def references(folder: Path) -> dict[str, Outcome]:
     """
 
     def make() -> None:
-        found = {name: run(one.recipe, "auto", folder) for name, one in RUNS.items()}
-        found |= {f"{name}, without dropout": run(without_dropout(one.recipe), "auto", folder) for name, one in RUNS.items()}
+        found = {name: one.trained_by("auto", folder) for name, one in RUNS.items()}
+        plain = {
+            f"{name}, without dropout": one.trained_by("auto", folder, without_dropout(one.recipe)) for name, one in RUNS.items()
+        }
+        found |= plain
         torch.save(found, folder / "expected")
 
     child = multiprocessing.get_context("fork").Process(target=make)

@@ -93,17 +93,58 @@ def _functions(module: ModuleType, function: str) -> list[FunctionType]:
 _NOT_FOR_COPIES = "elif event.moment is not None and not (isinstance(event, _Mark) and stream in self._streams.values()):"
 _NOT_FOR_COMPUTE = "elif event.moment is not None and stream in self._streams.values():"
 _ISSUED = "event.issued() if isinstance(event, QueuedOp) else event.wait()"
+_STREAMS, _RUNTIME = LANES[0], "lightning_hetero.runtime."
+_MOMENT, _KEEP = "stream.wait_event(moment)", "queued.keep += (*targets, *sources)"
+_MARK, _CATCH_UP = "return _Mark(self._record(self._compute_stream()))", "self._record(self._compute_stream()).synchronize()"
 LISTED = tuple(
-    Break(name, LANES[0], function, old, new)
-    for name, function, old, new in (
-        ("copy streams do not wait for compute", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
-        ("compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
-        ("memory is taken before another stream gives it back", "_StreamArena._wait", "stream.wait_event(moment)", "pass"),
-        ("a copy keeps nothing alive for its stream", "StreamLanes.copies", "queued.keep += (*targets, *sources)", "pass"),
-        ("host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
-        ("a mark passes at once", "StreamLanes.mark", "return _Mark(self._record(self._compute_stream()))", f"return {_ALL}(())"),
-        ("catching up does nothing", "StreamLanes.catch_up", "self._record(self._compute_stream()).synchronize()", "pass"),
-        ("a copy outside an op does not wait", "StreamLanes.copies", "self.catch_up()", "pass"),
+    Break(name, module, function, old, new)
+    for module, name, function, old, new in (
+        (_STREAMS, "copy streams do not wait for compute", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
+        (_STREAMS, "compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
+        (
+            LANES[0],
+            "memory is taken before another stream gives it back",
+            "_StreamArena._wait",
+            "stream.wait_event(moment)",
+            "pass",
+        ),
+        (
+            LANES[0],
+            "a copy keeps nothing alive for its stream",
+            "StreamLanes.copies",
+            "queued.keep += (*targets, *sources)",
+            "pass",
+        ),
+        (_STREAMS, "host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
+        (
+            LANES[0],
+            "a mark passes at once",
+            "StreamLanes.mark",
+            "return _Mark(self._record(self._compute_stream()))",
+            f"return {_ALL}(())",
+        ),
+        (
+            LANES[0],
+            "catching up does nothing",
+            "StreamLanes.catch_up",
+            "self._record(self._compute_stream()).synchronize()",
+            "pass",
+        ),
+        (_STREAMS, "a copy outside an op does not wait", "StreamLanes.copies", "self.catch_up()", "pass"),
+        (
+            "lightning_hetero.runtime.executor",
+            "a use that the schedule does not foresee waits for no op",
+            "Executor._stray",
+            "self.lanes.drain()",
+            "pass",
+        ),
+        (
+            "lightning_hetero.runtime.step",
+            "weights that the last step left out are not waited for",
+            "Step.reach",
+            "[*needs, *self.left]",
+            "[*needs]",
+        ),
     )
 )
 """Breaks that a device would not forgive."""
