@@ -152,7 +152,7 @@ LIGHTNING = (
     Borrowed("trainer:fit_loop.epoch_loop._should_check_val_fx", "Whether a validation is due."),
     Borrowed("trainer:fit_loop.epoch_loop._should_check_val_epoch", "The same."),
     Borrowed("trainer:fit_loop.epoch_loop._num_ready_batches_reached", "Whether the epoch is over."),
-    Borrowed("trainer:fit_loop.epoch_loop._batches_that_stepped", "A resume counts on."),
+    Borrowed("trainer:fit_loop.epoch_loop._batches_that_stepped", "A resume counts on, and loggers put numbers of the run there."),
     Borrowed("trainer:fit_loop.epoch_loop.val_loop._restart_stage", "A validation that was due."),
     Borrowed("trainer:fit_loop.epoch_loop.val_loop._combined_loader", "Validation's iterators."),
     Borrowed("trainer:fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "When data was loaded."),

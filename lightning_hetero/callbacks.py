@@ -92,6 +92,7 @@ class PlanningCallback(_Base):
 
     def __init__(self, run: _Run, autoplan: Autoplan) -> None:
         self._run, self._autoplan = run, autoplan
+        self._logged = LoggedSteps()
         self.error = PredictionError()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
@@ -124,8 +125,8 @@ class PlanningCallback(_Base):
         predicted = executor.plan.predicted
         if self._autoplan.steady and predicted is not None:
             self.error.update(predicted, seconds, executor.heap.peak_bytes)
-            if trainer.loggers and trainer.global_step % vars(trainer)["log_every_n_steps"] == 0:
-                self._log(trainer)
+            if (at := self._logged.step(trainer)) is not None:
+                self._log(trainer, at)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """The current batch was interrupted."""
@@ -135,14 +136,35 @@ class PlanningCallback(_Base):
         """Ends profiling."""
         self._autoplan.abandon_batch()
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: pl.Trainer, at: int) -> None:
         """Logs directly to the loggers.
 
         The module's own metrics, which callbacks monitor, do not change.
         """
         values = {f"hetero_offload/{name}": value for name, value in self.error.compute().items()}
         for logger in trainer.loggers:
-            logger.log_metrics(metrics=values, step=trainer.global_step)
+            logger.log_metrics(metrics=values, step=at)
+
+
+class LoggedSteps:
+    """Which steps of a run loggers get, and where: on the axis of the module's own metrics.
+
+    Lightning counts batches that stepped there, however many optimizers did.
+    """
+
+    def __init__(self) -> None:
+        self._seen: int | None = None  # such batches up to the last step
+
+    def step(self, trainer: pl.Trainer) -> int | None:
+        """The place of the step that has just ended; ``None`` if loggers do not get it.
+
+        They get one of ``log_every_n_steps``, with 0 none. If a batch is due and has no step, they
+        get the next step.
+        """
+        at: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+        seen, self._seen = at if self._seen is None else self._seen, at + 1
+        every: int = vars(trainer)["log_every_n_steps"]
+        return at if trainer.loggers and every > 0 and (at + 1) // every * every > seen else None
 
 
 class PredictionError:

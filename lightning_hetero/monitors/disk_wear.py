@@ -69,12 +69,12 @@ class DiskWear(_Base):
         self._follow(reading, run_of(trainer, type(self).__name__).plan)
         if self._steps == _SOON:
             self._say()
-        if self.wear is not None and reading.is_logged(trainer):
+        if self.wear is not None and reading.logged_at is not None:
             values = {"bytes_written": float(reading.written_bytes), "bytes_written_per_step": self.wear.step_bytes}
             if self.wear.left_s is not None:
                 values["drive_days_left"] = self.wear.left_s / 86400
             for logger in trainer.loggers:
-                logger.log_metrics(metrics={f"hetero_offload/{k}": v for k, v in values.items()}, step=reading.step)
+                logger.log_metrics(metrics={f"hetero_offload/{k}": v for k, v in values.items()}, step=reading.logged_at)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Says what the fit has written."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from lightning_hetero.callbacks import LoggedSteps
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Prediction
 from lightning_hetero.ir.schedule import Lane
@@ -40,6 +41,7 @@ class Reading:
     Attributes:
         before: The Trainer's ``global_step`` before it; several optimizers make several steps.
         step: The same after it.
+        logged_at: Where loggers get it, beside the module's own metrics; ``None``: they do not.
         step_s: Seconds of its batches, without what comes between them. On a GPU those of the last
             step whose time is known. ``None``: none is yet.
         predicted_s: What the plan in force predicts; ``None``: it has no prediction.
@@ -56,6 +58,7 @@ class Reading:
 
     before: int
     step: int
+    logged_at: int | None
     step_s: float | None
     predicted_s: float | None
     wait_share: float | None
@@ -70,11 +73,6 @@ class Reading:
     def passes(self, step: int) -> bool:
         """Whether ``global_step`` has come to a number, or past it."""
         return self.before < step <= self.step
-
-    def is_logged(self, trainer: pl.Trainer) -> bool:
-        """Whether loggers get it: every ``log_every_n_steps`` steps, with 0 never."""
-        every: int = vars(trainer)["log_every_n_steps"]
-        return bool(trainer.loggers) and every > 0 and self.passes(self.step // every * every)
 
     def metrics(self) -> dict[str, float]:
         """The numbers by the names that loggers get; what is not known is left out."""
@@ -114,6 +112,7 @@ class Meter:
         self._run, self._clock = run, training.time_steps()
         self.recordings = 0  # that are under way; they share the recorder
         self._batch, self._step = -1, 0
+        self._logged = LoggedSteps()
         self._steps = self._clock.steps
         self._waited_s = 0.0 if run.session is None else run.session.recorder.waited_s
         self._last: Reading | None = None
@@ -124,12 +123,12 @@ class Meter:
             self._batch = trainer.fit_loop.total_batch_idx
             if self._run.autoplan is None:  # otherwise the planner's callback has done it
                 self._run.take_step_seconds()
-            self._last = self._read(trainer.global_step) if self._clock.steps != self._steps else None
+            self._last = self._read(trainer) if self._clock.steps != self._steps else None
             self._steps = self._clock.steps
         return self._last
 
-    def _read(self, step: int) -> Reading | None:
-        session, step_s = self._run.session, self._clock.last_s
+    def _read(self, trainer: pl.Trainer) -> Reading | None:
+        session, step_s, step = self._run.session, self._clock.last_s, trainer.global_step
         if session is None:
             return None
         before, self._step = self._step or step - 1, step
@@ -141,6 +140,7 @@ class Meter:
         return Reading(
             before=before,
             step=step,
+            logged_at=self._logged.step(trainer),
             step_s=step_s,
             predicted_s=None if predicted is None else predicted.iteration_s,
             wait_share=waits,

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.callbacks import num_tokens
 from lightning_hetero.clock import now_s
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.monitors.meter import Meter, Reading, meter_of, run_of
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.namespaces import lightning_of
@@ -34,7 +35,8 @@ class OffloadMonitor(_Base):
     """Shows how fast a fit is, what bounds it, and what memory it has.
 
     The progress bar gets the time of a step with its prediction, tokens per second, what bounds the
-    step, and the memory of each tier. Every ``log_every_n_steps`` steps the loggers get
+    step, and the memory of each tier. Every ``log_every_n_steps`` steps the loggers get, beside the
+    module's own metrics,
 
     - ``train/device/batches_per_sec``, ``train/device/samples_per_sec``,
       ``train/device/items_per_sec``, ``train/time`` and so on, with the meaning that Lightning's
@@ -52,11 +54,13 @@ class OffloadMonitor(_Base):
         length_fn: The number of items of a batch, such as tokens. Default: the elements of
             ``"input_ids"``, or of the first integer tensor with two dimensions; without one there
             are no items.
-        window_size: Over how many batches speeds are averaged; there is none before so many.
+        window_size: Over how many batches speeds are averaged, at least 2; there is none before so
+            many.
         separator: Between the parts of Lightning's names.
 
     Raises:
-        ConfigError: As a fit begins: the Trainer's strategy does not offload.
+        ConfigError: ``window_size`` is not allowed; or, as a fit begins, the Trainer's strategy
+            does not offload.
     """
 
     @with_hints
@@ -68,6 +72,10 @@ class OffloadMonitor(_Base):
         window_size: int = 100,
         separator: str = "/",
     ) -> None:
+        if not isinstance(window_size, int) or window_size < 2:
+            raise ConfigError(
+                f"window_size={window_size!r}; allowed: an integer of at least 2: speeds are of the time between batches."
+            )
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.window_size, self.separator = window_size, separator
         self.last: Reading | None = None  # of the latest optimizer step
@@ -106,10 +114,10 @@ class OffloadMonitor(_Base):
         if (reading := meter.batch_ended(trainer)) is None:  # gradients accumulate
             return
         self.last, self._per_step, self._tokens = reading, self._tokens, 0
-        if reading.is_logged(trainer):
+        if reading.logged_at is not None:
             speeds = {f"{_STAGE}{self.separator}{name}": value for name, value in throughput.compute().items()}
             for logger in trainer.loggers:
-                self._log(logger, {**speeds, **reading.metrics()}, reading)
+                self._log(logger, {**speeds, **reading.metrics()}, reading.bound_by, reading.logged_at)
             self._said = reading.bound_by
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -160,17 +168,17 @@ class OffloadMonitor(_Base):
             lengths=self._items if has_items else None,
         )
 
-    def _log(self, logger: Logger, metrics: dict[str, float], reading: Reading) -> None:
+    def _log(self, logger: Logger, metrics: dict[str, float], bound_by: str, at: int) -> None:
         """Logs numbers, and words where the logger has a place for them."""
-        words = {_BOUND_BY: reading.bound_by} if reading.bound_by else {}
+        words = {_BOUND_BY: bound_by} if bound_by else {}
         if _takes_text(logger):
-            logger.log_metrics(metrics={**metrics, **words}, step=reading.step)
+            logger.log_metrics(metrics={**metrics, **words}, step=at)
             return
-        logger.log_metrics(metrics=metrics, step=reading.step)
-        if words and reading.bound_by != self._said:
+        logger.log_metrics(metrics=metrics, step=at)
+        if words and bound_by != self._said:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
             if callable(add_text):
-                add_text(_BOUND_BY, reading.bound_by, reading.step)
+                add_text(_BOUND_BY, bound_by, at)
 
     def _end(self) -> None:
         self._patches.restore()

@@ -84,7 +84,7 @@ def test_loggers_get_step_time_memory_and_the_bottleneck_in_words(tmp_path: Path
     monitor = OffloadMonitor()
     trainer = fit(tmp_path, monitor, logger=logger)
     logged = [row for row in rows(logger) if "hetero_offload/step_s" in row]
-    assert [int(row["step"]) for row in logged] == list(range(1, 7))
+    assert [int(row["step"]) for row in logged] == list(range(6))
     last = {key.removeprefix("hetero_offload/"): value for key, value in logged[-1].items()}
     assert float(last["step_s"]) > 0
     assert 0 <= float(last["wait_share"]) <= 1
@@ -363,6 +363,7 @@ class TwoOptimizers(LitModel):
             optimizer.zero_grad()
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
+        self.log("mine", 1.0)
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())
@@ -377,12 +378,33 @@ def test_a_batch_with_several_steps_skips_no_log_and_no_recording(tmp_path: Path
     )  # fmt: skip
     trainer.fit(TwoOptimizers(), data())
     assert recorded(tracer) == [({6, 8}, [6, 8])]
-    assert [int(row["step"]) for row in rows(logger) if "hetero_offload/step_s" in row] == [6, 10]
+    assert [int(row["step"]) for row in rows(logger) if "hetero_offload/step_s" in row] == [4]
 
 
-def test_a_trainer_that_never_logs_is_not_logged_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_axis_of_loggers_is_that_of_the_module_s_metrics(every: int, tmp_path: Path) -> None:
+    """It counts batches that stepped, however many optimizers did."""
     logger = CSVLogger(tmp_path)
-    fit(tmp_path, OffloadMonitor(), DiskWear(), logger=logger, log_every_n_steps=0, max_steps=3)
+    trainer = quiet_trainer(
+        strategy=HeteroOffloadStrategy(hardware_profile=HARDWARE), callbacks=[OffloadMonitor(), DiskWear()],
+        default_root_dir=tmp_path, max_steps=24, logger=logger, log_every_n_steps=every,
+    )  # fmt: skip
+    trainer.fit(TwoOptimizers(), data())
+    own, ours, wear, errors = (
+        [int(row["step"]) for row in rows(logger) if row.get(name)]
+        for name in ("mine", "hetero_offload/step_s", "hetero_offload/bytes_written", "hetero_offload/step_time_error")
+    )
+    assert own
+    assert ours == own
+    assert sorted(set(wear)) == own
+    assert errors == [step for step in own if step >= errors[0]]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"hardware_profile": HARDWARE}], ids=["disk", "auto"])
+def test_a_trainer_that_never_logs_is_not_logged_to(strategy: dict[str, Any], tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    given = HeteroOffloadStrategy(**(strategy or DISK))
+    fit(tmp_path, OffloadMonitor(), DiskWear(), logger=logger, log_every_n_steps=0, max_steps=8, strategy=given)
     assert not (Path(logger.log_dir) / "metrics.csv").exists()
 
 
@@ -436,3 +458,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         TraceOnDemand(**options)
     with pytest.raises(ConfigError, match="rated_writes"):
         DiskWear("much")
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1, 2.5, "3"])
+def test_a_window_without_time_between_batches_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"window_size=.* allowed: an integer of at least 2"):
+        OffloadMonitor(window_size=size)
