@@ -1,5 +1,5 @@
-"""pytest plugin that swaps the strategy `Trainer(strategy="auto")` chooses on one CPU device, and
-records what ran.
+"""pytest plugin that swaps the strategy that `Trainer` and `Fabric` choose on one CPU device with
+`strategy="auto"`, and records what ran.
 
 Loaded by `run.py` with `-p plugin`. Environment variables:
 
@@ -15,23 +15,28 @@ skipped: they are slow, and none uses one CPU device.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric as F
+import lightning.fabric.connector
+import lightning.fabric.strategies.launchers as fabric_launchers
 import lightning.pytorch as L
 import pytest
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
-RAN_TRAINER = "ran_default_trainer"  # user property of a test that ran a Trainer on the default choice for one CPU device
+# User property of a test that ran a Trainer, or used a Fabric, with that choice.
+RAN_DEFAULT = "ran_default"
 
 
 class SwapDefaultStrategy:
-    """Replaces the default strategy and notes the tests that run a Trainer with it. Lives in the
+    """Replaces the default strategy and notes the tests that use it. Lives in the
     process that runs tests.
     """
 
@@ -40,27 +45,44 @@ class SwapDefaultStrategy:
         self._item: pytest.Item | None = None
 
     def pytest_sessionstart(self) -> None:
-        choose, run = _AcceleratorConnector._choose_strategy, L.Trainer._run
-
-        def choose_swapped(connector: _AcceleratorConnector) -> Strategy | str:
-            chosen = choose(connector)
-            if type(chosen) is not SingleDeviceStrategy or connector._accelerator_flag != "cpu":
-                return chosen
-            connector._chose_default = True
-            return chosen if self._strategy == "auto" else self._strategy
-
-        def run_noted(trainer: L.Trainer, *args: Any, **kwargs: Any) -> Any:
-            if self._item is not None and hasattr(trainer._accelerator_connector, "_chose_default"):
-                self._item.user_properties.append((RAN_TRAINER, True))
-            return run(trainer, *args, **kwargs)
+        self._swap(_AcceleratorConnector, SingleDeviceStrategy)
+        self._swap(lightning.fabric.connector._Connector, F.strategies.SingleDeviceStrategy)
+        self._note(L.Trainer, "_run", lambda trainer: trainer._accelerator_connector)
+        # A Fabric on one device need not be launched: set-ups, saves and loads ask whether it was.
+        for method in ("launch", "_validate_launched"):
+            self._note(F.Fabric, method, lambda fabric: fabric._connector)
 
         def skip_launch(*_: Any, **__: Any) -> None:
             pytest.skip("starts further processes")
 
-        for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher):
+        launchers = (fabric_launchers._MultiProcessingLauncher, fabric_launchers._SubprocessScriptLauncher)
+        for launcher in (_MultiProcessingLauncher, _SubprocessScriptLauncher, *launchers):
             launcher.launch = skip_launch
-        _AcceleratorConnector._choose_strategy = choose_swapped
-        L.Trainer._run = run_noted
+
+    def _swap(self, connector: type, default: type) -> None:
+        """Makes a connector choose the other strategy where it chooses ``default`` on a CPU."""
+        choose = connector._choose_strategy
+
+        def choose_swapped(self_: Any) -> Any:
+            chosen = choose(self_)
+            if type(chosen) is not default or self_._accelerator_flag != "cpu":
+                return chosen
+            self_._chose_default = True
+            return chosen if self._strategy == "auto" else self._strategy
+
+        connector._choose_strategy = choose_swapped
+
+    def _note(self, cls: type, method: str, connector_of: Callable[[Any], Any]) -> None:
+        """Notes the tests that call a method with the default choice."""
+        original = getattr(cls, method)
+
+        @functools.wraps(original)
+        def noted(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._item is not None and hasattr(connector_of(self_), "_chose_default"):
+                self._item.user_properties.append((RAN_DEFAULT, True))
+            return original(self_, *args, **kwargs)
+
+        setattr(cls, method, noted)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -96,7 +118,7 @@ class Record:
         line = {
             "test": report.nodeid,
             "outcome": outcome,
-            "ran_trainer": any((RAN_TRAINER, True) in map(tuple, r.user_properties) for r in reports),
+            "ran_default": any((RAN_DEFAULT, True) in map(tuple, r.user_properties) for r in reports),
             "duration_s": round(sum(r.duration for r in reports), 3),
             "error": "\n".join(r.longreprtext for r in failed)[-6000:],
         }

@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Result = dict[str, Any]  # one test: test, outcome, ran_trainer, duration_s, error
+Result = dict[str, Any]  # one test: test, outcome, ran_default, duration_s, error
 
 
 def relevant(results: Mapping[str, Result]) -> list[str]:
-    """Ids of the tests that run a Trainer on the default strategy of one CPU device, and pass."""
-    return sorted(test for test, result in results.items() if result["ran_trainer"] and result["outcome"] == "passed")
+    """Ids of the tests that run on the default strategy of one CPU device, and pass."""
+    return sorted(test for test, result in results.items() if result["ran_default"] and result["outcome"] == "passed")
 
 
 def reason_to_differ(test: str) -> str | None:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     args.output.write_text(json.dumps({"strategy": args.strategy, "tests": results}, indent=1))
     summary = Counter(result["outcome"] for result in results)
     passing = len(relevant({result["test"]: result for result in results}))
-    print(f"{args.strategy}: {dict(summary)}; {passing} run a Trainer on one CPU device and pass")
+    print(f"{args.strategy}: {dict(summary)}; {passing} run on one CPU device by default and pass")
     # 1 means that tests failed, which `compare` judges; above that pytest itself failed.
     return code if code > 1 else 0
 
@@ -80,7 +80,7 @@ def compare(args: argparse.Namespace) -> int:
     missing = [test for test in expected if test not in swapped]
     changed = [test for test in expected if test in swapped and swapped[test]["outcome"] != "passed"]
     # A swapped run in which nothing was swapped would pass everything and prove nothing.
-    idle = [test for test in expected if test in swapped and not swapped[test]["ran_trainer"] and test not in changed]
+    idle = [test for test in expected if test in swapped and not swapped[test]["ran_default"] and test not in changed]
     by_design = {test: reason for test in changed if (reason := reason_to_differ(test)) is not None}
     changed = [test for test in changed if test not in by_design]
     for title, tests in (("not run", missing), ("passed without the strategy", idle), ("no longer pass", changed)):
@@ -102,10 +102,10 @@ def main() -> int:
     commands = parser.add_subparsers(required=True)
     runner = commands.add_parser("run", help="run the suite once")
     runner.add_argument("source", type=Path, help="checkout of Lightning at the installed version")
-    runner.add_argument("tests", nargs="*", help="files or folders relative to its tests/ (default: tests_pytorch)")
+    runner.add_argument("tests", nargs="*", help="files or folders of its tests/, such as tests_fabric (default: tests_pytorch)")
     runner.add_argument("--strategy", default="hetero_offload")
     runner.add_argument("--output", type=Path, required=True)
-    runner.add_argument("--only", type=Path, help="run only the tests that ran a Trainer and passed in this result")
+    runner.add_argument("--only", type=Path, help="run only the tests that this result counts")
     runner.add_argument("--workers", default="1", help="xdist workers; a crashed worker is replaced (default: 1)")
     runner.add_argument("--timeout", type=int, default=120, help="seconds for one test (default: 120)")
     runner.set_defaults(command=run)
