@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.loops.plain import OffloadedLoop, Overlap, choices_of, computing_on
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
@@ -29,7 +30,7 @@ HOME = __name__
 class HeteroOffloadFabric(_Base):
     """Trains models that do not fit memory, in a loop of Lightning Fabric.
 
-    ``fabric.setup(model, optimizer)`` places the model, or ``setup_module`` and then
+    ``fabric.setup(model, optimizer)`` places the model, or ``setup_module`` and
     ``setup_optimizers``. The loop stays as it is.
 
     Args:
@@ -55,6 +56,7 @@ class HeteroOffloadFabric(_Base):
         super().__init__("cpu", accelerator, checkpoint_io, precision)
         self._overlap, self._choices = overlap, choices_of(plan, **options)
         self._devices: list[torch.device] = []
+        self._early: list[Optimizer] = []  # set up before their module
         self.loop: OffloadedLoop | None = None
 
     @property
@@ -90,34 +92,54 @@ class HeteroOffloadFabric(_Base):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Places a module, to evaluate it until there are optimizers."""
-        if self.loop is not None and self.loop.is_open:
-            raise UnsupportedError(
-                "strategy 'hetero_offload' has a module already; it offloads one. Set up the larger module, and leave the other "
-                "one in memory: move it by fabric.to_device."
-            )
-        self.loop = OffloadedLoop(module, None, computing_on(self._choices, self.root_device), overlap=self._overlap)
+        self._place(module, ())
         return module
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Value = None
     ) -> tuple[nn.Module, list[Optimizer], Value]:
         """Places a module with its optimizers."""
-        self.setup_module(module)
-        self._train(optimizers)
+        self._place(module, optimizers)
         return module, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The module trains by this optimizer, too."""
-        self._train([optimizer])
+        """The module trains by this optimizer, too; it may come before its module."""
+        if self.loop is None or not self.loop.is_open:
+            self._early.append(optimizer)
+        elif _trains(optimizer, self.loop.model):
+            self._place(self.loop.model, [optimizer])
         return optimizer
 
-    def _train(self, optimizers: list[Optimizer]) -> None:
-        if self.loop is None or self.loop.optimizers:
-            raise ConfigError(
-                "strategy 'hetero_offload' got optimizers before their module, or one after the other. Pass them together: "
-                "fabric.setup(module, *optimizers), or setup_module(module) and then setup_optimizers(*optimizers)."
+    def _place(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """A module may be set up again. Then it also trains by the optimizers that come with it."""
+        loop = self.loop
+        if next(module.parameters(), None) is None:
+            return  # there is nothing to place
+        if loop is None or not loop.is_open:
+            early = [one for one in self._early if _trains(one, module)]
+            self._early = [one for one in self._early if one not in early]
+            self.loop = self._loop(module, [*early, *(one for one in optimizers if one not in early)])
+            return
+        if loop.model is not module:
+            raise UnsupportedError(
+                "strategy 'hetero_offload' has a module already; it offloads one. Set up the larger module, and leave the other "
+                "one in memory: move it by fabric.to_device."
             )
-        self.loop.train(optimizers)
+        if new := [one for one in optimizers if one not in loop.optimizers]:
+            if not loop.optimizers:
+                loop.train(new)
+                return
+            loop.close()  # with the state of its optimizers
+            self.loop = self._loop(module, [*loop.optimizers, *new])
+
+    def _loop(self, module: nn.Module, optimizers: list[Optimizer]) -> OffloadedLoop:
+        return OffloadedLoop(module, optimizers or None, computing_on(self._choices, self.root_device), overlap=self._overlap)
+
+
+def _trains(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Whether an optimizer has parameters of a module."""
+    mine = {id(param) for param in module.parameters()}
+    return any(id(param) in mine for group in optimizer.param_groups for param in group["params"])
 
 
 def class_for(lightning: Lightning) -> type[HeteroOffloadFabric]:

@@ -43,6 +43,7 @@ from lightning_hetero.ir.trace import Trace
 from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON
 from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.loops.gradients import GradientsInUse, TakenGradients, taken_gradients
+from lightning_hetero.optim.combined import members
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
 from lightning_hetero.runtime import quantized, quantizing
@@ -179,6 +180,7 @@ class OffloadedLoop:
         self._handles: list[RemovableHandle] = []
         self._last_plan: Plan | None = None
         self.optimizers: tuple[Optimizer, ...] = ()
+        self._bound: list[Optimizer] = []  # of these, those that the runtime updates for
         self._quantized: list[quantized.Removable] = []
         _refuse_second(model)
         quantized.quantize(model)
@@ -206,6 +208,7 @@ class OffloadedLoop:
         self._end_batch()
         self.optimizers, session = tuple(given), self.session
         cut = session.cut(given)
+        self._bound = [one for one in given if any(member in cut for member in members(one))]
         if self._autoplan is not None:
             self._autoplan.fit_begins(session)
         session.start(cut, _RULES[self._overlap], default_root=Path.cwd())
@@ -238,6 +241,9 @@ class OffloadedLoop:
                     module.register_forward_hook(eager(self._forward_ends), prepend=True),
                 ]
         for optimizer in self.optimizers:
+            if optimizer not in self._bound:  # it steps by its own code
+                handles.append(optimizer.register_step_pre_hook(lambda *_: self.session.drain()))
+                continue
             handles += [
                 optimizer.register_step_pre_hook(self._step_begins),
                 optimizer.register_step_post_hook(lambda optimizer, *_: self._step_ends(optimizer)),
@@ -378,7 +384,7 @@ class OffloadedLoop:
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             self._in_use.stepped((name, p) for name, p in self._named() if id(p) in mine)
         self._step_batches, self._batches = max(1, self._batches), 0
-        if optimizer is self.optimizers[-1]:
+        if optimizer is self._bound[-1]:
             self._end_batch(stepped=True)
 
     def _end_batch(self, *, stepped: bool = False) -> None:

@@ -24,7 +24,7 @@ from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.optim.adam import MASTERED
-from lightning_hetero.optim.combined import members, obstacle
+from lightning_hetero.runtime import other_optimizers
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
 from lightning_hetero.runtime.announcement import Allowed, announce
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
@@ -92,10 +92,9 @@ class Session(Budgets):
         """Cuts the blocks' parts by optimizer, before :meth:`start`.
 
         The optimizers have their first groups, so that a resume makes the same parts. Returns those
-        for :meth:`start`: the members of a combined optimizer stand for it.
+        for :meth:`start`: see :func:`other_optimizers.bound`.
         """
-        inner = [one for optimizer in optimizers for one in members(optimizer)]
-        self._obstacle = next(filter(None, map(obstacle, optimizers)), "")
+        inner, self._obstacle = other_optimizers.bound(optimizers)
         owners = {id(p): number for number, o in enumerate(inner) for group in o.param_groups for p in group["params"]}
         self._was_cut_late |= self._setup.cut(owners, self.executor) and self.store is not None
         if self._was_cut_late:
@@ -181,6 +180,7 @@ class Session(Budgets):
             executor.rest()
             executor.residency.move_in()
         self._handles = observe(self.blocks, executor)
+        self._handles.append(other_optimizers.notice_steps(self._known(), {id(one.optimizer) for one in self.bindings}))
         self._watch(executor)
         self._started = True
         disk = f"{format_bytes(self.directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
