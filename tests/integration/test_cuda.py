@@ -101,18 +101,16 @@ def test_gradients_that_compute_puts_in_order_first_leave_after_that(
     """RELEASE and GRAD of a block follow compute from one anchor on, but GRAD gives it more to
     do.
     """
-    compute, flat, late = fake.compute_is_late(), gradients._flat, [0]
+    compute, arranged, late = fake.compute_is_late(), gradients._arranged, [0]
 
-    def arrange(param: nn.Parameter, grad: Tensor) -> Tensor:
-        whole = flat(param, grad)
-        if grad.stride() == param.stride():
-            return whole
+    def arrange(layout: Any, grad: Tensor) -> Tensor:
+        whole = arranged(layout, grad)
         late[0] += 1
         arriving = torch.full_like(whole, torch.nan)
         compute.do(lambda: (time.sleep(5e-3), arriving.copy_(whole)))
         return arriving
 
-    monkeypatch.setattr(gradients, "_flat", arrange)
+    monkeypatch.setattr(gradients, "_arranged", arrange)
     recipe = Recipe(shape=SHAPE, steps=2)
     strategy = HeteroOffloadStrategy(Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT)))
     got = run(recipe, strategy, tmp_path, prepare=gated, accelerator=StandIn(), devices=1)

@@ -32,7 +32,7 @@ from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.runtime.device.host_gradient import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.pool import Pool
-from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.blocks import Block, Part, RunLayout
 
 _Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
 
@@ -103,10 +103,10 @@ class HostGradients:
             else:
                 known = None if norm is None or self.norm_type is None else (self.norm_type, norm)
                 held = self._held[id(param)] = Held(part, index, param, grad.dtype, known)
-            numel, shape, stride = part.layouts[index]
-            if grad.stride() != stride:  # which is rare
-                grad = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-            arrivals.append((held, grad.as_strided((numel,), (1,))))
+            layout = part.layouts[index]
+            if grad.stride() != layout.stride:  # which is rare
+                grad = _arranged(layout, grad)
+            arrivals.append((held, grad.as_strided((layout.numel,), (1,))))
         return arrivals
 
     def _receive(self, arrivals: list[_Arrivals]) -> list[Ticket]:
@@ -332,3 +332,8 @@ def grads_of(part: Part) -> list[Tensor | None]:
     """The gradients of a part's parameters; for handles without a call of Python each."""
     with torch._C.DisableTorchFunctionSubclass():
         return [param.grad for param in part.params]
+
+
+def _arranged(layout: RunLayout, grad: Tensor) -> Tensor:
+    """A gradient in the parameter's memory order."""
+    return torch.empty_strided(layout.shape, layout.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
