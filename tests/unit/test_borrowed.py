@@ -48,6 +48,12 @@ def an_optimizer() -> torch.optim.Optimizer:
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
 
 
+def a_scheduled_step() -> Any:
+    optimizer = an_optimizer()
+    StepLR(optimizer, 1)
+    return optimizer.step
+
+
 def adapted(model: torch.nn.Module) -> Any:
     return peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["0"]), model)
 
@@ -56,6 +62,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "storage": lambda: torch.TypedStorage(0, dtype=torch.float32, _internal=True),  # type: ignore[no-untyped-call]
     "module": torch.nn.Module,
     "optimizer": an_optimizer,
+    "scheduled step": a_scheduled_step,
     "schedulers": lambda: ChainedScheduler([StepLR(an_optimizer(), 1)]),
     "iterator": lambda: iter(DataLoader([0])),
     "metric": SumMetric,
