@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -82,3 +83,13 @@ def _no_lane_is_left() -> Iterator[None]:
         assert _get_current_dispatch_mode() is None  # a profiler that looks on would record all later tests
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-hetero") and thread not in before]
     assert not left
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_loggers_come_back() -> Iterator[None]:
+    """Programs that a test runs in this process, such as benchmarks, may silence Lightning."""
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric", "lightning_hetero")
+    before = {name: logging.getLogger(name).level for name in names}
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)

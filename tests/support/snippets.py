@@ -68,6 +68,9 @@ NOT_RUN = {
     ("docs/cli.md", "lightning-hetero plan --model Llama-3.1-8B --lora r=16,targets=q,v --quantize nf4-double --batch 4 "): (
         "test_models.py runs it with the model's config, and compares the refusal"
     ),
+    ("docs/comparison.md", "python benchmarks/peers --dir"): (
+        "installs other libraries and measures for minutes; test_peers.py runs it at its smallest"
+    ),
     ("docs/parallel.md", "lightning-hetero launch plan.json --rendezvous head:29400 --steps"): (
         "two nodes that run until they are killed; test_elastic.py trains with them"
     ),

@@ -265,7 +265,7 @@ def test_a_measurement_stays_in_the_memory_that_it_is_given(disk_path: Path, tmp
     room = 500 * MIB
     environment = {**os.environ, "PYTHONPATH": str(Path(hardware.__file__).parents[2]), "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", BOUNDED, str(disk_path), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     assert 100 * MIB < int(done.stdout) < room + 32 * MIB
     assert "more than host_memory leaves" not in done.stderr
