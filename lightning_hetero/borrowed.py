@@ -107,6 +107,7 @@ TORCH = (
     Borrowed("torch._C._to_dlpack", "Gives a run of weights a storage of its own, on renamed devices too."),
     Borrowed("torch._C._current_graph_task_id", "Which backward a hook runs in."),
     Borrowed("torch.autograd.Variable._execution_engine", "Calls back as a backward of the user's loop ends."),
+    Borrowed("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", "Whether a loop's forward runs in one."),
     Borrowed("torch._C._set_grad_enabled", "Switches gradients at an anchor without a Python frame."),
     Borrowed("torch._C._autograd._top_saved_tensors_default_hooks", "Whether others save tensors."),
     Borrowed("torch._utils._rebuild_parameter", "The format of torch.save."),

@@ -93,3 +93,23 @@ def _levels_of_loggers_come_back() -> Iterator[None]:
     yield
     for name, level in before.items():
         logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_of_processes_is_left() -> Iterator[None]:
+    """Lightning leaves its group and its variables to the end of the process; transformers and
+    accelerate would find them, and average gradients.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    if "torch.distributed" in sys.modules:
+        from torch import distributed
+
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

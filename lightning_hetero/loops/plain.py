@@ -277,6 +277,7 @@ class OffloadedLoop:
 
     def _begin_batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._end_batch()
+        self._refuse_averaging()
         session, autoplan = self.session, self._autoplan
         if autoplan is not None:
             self._plan(autoplan, BatchSize(tokens=_tokens(args, kwargs), micro_batches=self._step_batches))
@@ -290,6 +291,25 @@ class OffloadedLoop:
         self._executor.begin_step(training=True)
         if autoplan is not None and autoplan.profiler is not None:
             self._look(autoplan.profiler.forward())
+
+    def _refuse_averaging(self) -> None:
+        """DistributedDataParallel averages ``param.grad`` as backward ends: it has to be there.
+
+        Otherwise it averages what backward has not sent away yet, and drops what lies elsewhere.
+        """
+        if torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is None:
+            return
+        if self._executor.device is not None:
+            which, change = "device=, which gradients leave during backward", "leave device= out"
+        elif self._overlap == "backward":
+            which, change = 'overlap="backward", where updates begin during backward', 'pass overlap="forward"'
+        else:
+            return
+        raise UnsupportedError(
+            f"the model computes in DistributedDataParallel, which averages gradients as backward ends, with {which}. To train in "
+            f"one process start one, by python and not by torchrun or accelerate launch, and leave DistributedDataParallel out; in "
+            f"several, {change}, or use HeteroParallelStrategy(offload=...) of Lightning."
+        )
 
     def _plan(self, autoplan: Autoplan, batch: BatchSize) -> None:
         """Profiles the batch that begins, or brings a new plan into force."""
