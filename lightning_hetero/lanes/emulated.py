@@ -30,10 +30,11 @@ from lightning_hetero._native import READY, Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.lanes.base import Event, Moment
+from lightning_hetero.lanes.base import All, Event, Moment
+from lightning_hetero.lanes.contract import host_memory, host_moment
 from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.lanes.op import QueuedOp
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.queue import QueuedLanes
 from lightning_hetero.units import parse_bytes
 
 _LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine is too slow for the link
@@ -120,7 +121,7 @@ class EmulatedDevice:
         return size
 
 
-class EmulatedLanes(Lanes):
+class EmulatedLanes(QueuedLanes):
     """Lanes of an emulated device; see [Note: Emulated time] and, for poison, [Note: Hazards]."""
 
     def __init__(self, emulated: EmulatedDevice, *, poison: bool = False) -> None:
@@ -141,18 +142,19 @@ class EmulatedLanes(Lanes):
         """Where compute is, once it has taken its time."""
         self._compute.pause()
         self._compute.resume()
-        return super().mark()
+        return All(())
 
     def now(self, name: str = "") -> Moment:
         """The moment that compute has come to, once it has taken its time."""
         self._compute.pause()
         self._compute.resume()
-        return super().now(name)
+        return host_moment()
 
     def compute_waits(self, events: Sequence[Event]) -> None:
         """Compute takes its time, and waits."""
         self._compute.pause()
-        super().compute_waits(events)
+        for event in events:
+            event.wait()
         self._compute.resume()
 
     def drain(self) -> None:
@@ -205,28 +207,40 @@ class EmulatedLanes(Lanes):
         """Moves and converts, in the time that the lane's link takes; the device converts."""
         op = self._current()
         link = None if op is None else self._links.get(op.op.lane)
-        if op is None or link is None:
-            return super().copy(target, source)
-        num_bytes = source.nbytes if op.op.lane is Lane.H2D else target.nbytes
-        if not self._poison:
-            super().copy(target, source)
-            return link.carry(num_bytes)
-        seen = source.clone()
-        _spoil(target)
-        link.carry(num_bytes)
-        changed = (source != seen) & ((source == source) | (seen == seen))  # both NaN: the same
-        super().copy(target, seen)
-        _spoil(target, changed)
+        with torch.no_grad():
+            if op is None or link is None:
+                target.copy_(source)
+                return
+            num_bytes = source.nbytes if op.op.lane is Lane.H2D else target.nbytes
+            if not self._poison:
+                target.copy_(source)
+                return link.carry(num_bytes)
+            seen = source.clone()
+            _spoil(target)
+            link.carry(num_bytes)
+            changed = (source != seen) & ((source == source) | (seen == seen))  # both NaN: the same
+            target.copy_(seen)
+            _spoil(target, changed)
 
     def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies many tensors by one call, as :meth:`copy` does."""
         op = self._current()
         link = None if op is None else self._links.get(op.op.lane)
         if op is None or link is None or self._poison or op.op.kind is OpKind.UPLOAD:
-            return super().copies(targets, sources)
+            for target, source in zip(targets, sources, strict=True):
+                self.copy(target, source)
+            return
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         link.carry(sum(tensor.nbytes for tensor in (sources if op.op.lane is Lane.H2D else targets)))
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory of this size."""
+        return host_memory(num_bytes, poison=self._poison)
+
+    def peak_bytes(self) -> int:
+        """The most that ops have taken, and that forward has saved beside it, at any time."""
+        return self._arena.peak_bytes
 
 
 class _Link:

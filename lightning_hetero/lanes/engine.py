@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
-from lightning_hetero.lanes.base import All, Event, passed_at
+from lightning_hetero.lanes.base import All, Event, Moment, passed_at
+from lightning_hetero.lanes.contract import Lanes, host_memory, host_moment
+from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.lanes.op import Failures
-from lightning_hetero.lanes.queue import InlineLanes
 
 _FORGET = 256  # ops that are remembered before those that have ended are forgotten
 
@@ -82,14 +84,18 @@ class EngineOp:
         return (self.submitted_s, self._ended_s) if self.error is None else None
 
 
-class EngineLanes(InlineLanes):
+class EngineLanes(Lanes):
     """Gives ops to the native engine as they are submitted; see [Note: The engine waits].
 
-    Events without a ticket of the engine are waited for before ``run`` is called.
+    Events without a ticket of the engine are waited for before ``run`` is called. Compute runs in
+    the calling thread and has always done its work.
+
+    Ops may take ``memory_bytes``, as if the device had memory of its own; 0 for the host.
     """
 
     def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:
-        super().__init__(memory_bytes=memory_bytes, poison=poison)
+        host = torch.device("cpu")
+        super().__init__(host, DeviceArena(memory_bytes, host, poison=poison), poison=poison)
         self._ops: list[EngineOp] = []
         self._is_closed = False
 
@@ -101,7 +107,7 @@ class EngineLanes(InlineLanes):
         with_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            self.behind = behind = _tickets_of(after)
+            self.behind = behind = self._tickets_of(after)
             end.ran(run(), behind)
         except BaseException as error:
             end.failed(error, self._failures)
@@ -117,6 +123,51 @@ class EngineLanes(InlineLanes):
         if len(self._ops) > _FORGET:
             self._ops = [one for one in self._ops if not one.ended()]
         return end
+
+    def _tickets_of(self, events: Sequence[Event]) -> Sequence[Ticket]:
+        """The engine's tickets of these events; waits for an event that has none."""
+        found: list[Ticket] = []
+        waiting = list(events)
+        while waiting:
+            event = waiting.pop()
+            if isinstance(event, All):
+                waiting += event.events
+            elif isinstance(event, EngineOp) and (event.behind or not event.tickets) and event.error is None:
+                found += event.behind
+            else:
+                event.wait()
+        return found
+
+    def mark(self) -> Event:
+        """Compute has always done its work."""
+        return All(())
+
+    def now(self, name: str = "") -> Moment:
+        """Now."""
+        return host_moment()
+
+    def compute_waits(self, events: Sequence[Event]) -> None:
+        """The calling thread waits for these events."""
+        for event in events:
+            event.wait()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Moves and converts, at once."""
+        with torch.no_grad():
+            target.copy_(source)
+
+    def copies(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies many tensors, one after the other."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory of this size."""
+        return host_memory(num_bytes, poison=self._poison)
+
+    def peak_bytes(self) -> int:
+        """The most that ops have taken at any time."""
+        return self._memory.peak_bytes
 
     def drain(self) -> None:
         """Waits for all that was submitted; see :meth:`Lanes.drain`."""
@@ -135,18 +186,3 @@ class EngineLanes(InlineLanes):
         """Ends the lanes; see :meth:`Lanes.close`."""
         self._is_closed = True
         self._ops.clear()
-
-
-def _tickets_of(events: Sequence[Event]) -> Sequence[Ticket]:
-    """The engine's tickets of these events; waits for an event that has none."""
-    found: list[Ticket] = []
-    waiting = list(events)
-    while waiting:
-        event = waiting.pop()
-        if isinstance(event, All):
-            waiting += event.events
-        elif isinstance(event, EngineOp) and (event.behind or not event.tickets) and event.error is None:
-            found += event.behind
-        else:
-            event.wait()
-    return found

@@ -40,7 +40,7 @@ from lightning_hetero.lanes.base import Event, Moment
 from lightning_hetero.lanes.memory import POISON, DeviceArena
 from lightning_hetero.lanes.op import QueuedOp
 from lightning_hetero.lanes.pinned import PageLocker
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.queue import QueuedLanes
 from lightning_hetero.lanes.stream_device import spare_bytes
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.partition import is_dense
@@ -53,7 +53,7 @@ _ORIGIN_S = 60.0  # then the resolution is 4 microseconds; more often, roundings
 _TIDY_S = 0.005  # how late an idle lane may free the memory of an op that has ended
 
 
-class StreamLanes(Lanes):
+class StreamLanes(QueuedLanes):
     """See [Note: Streams and the host] and [Note: Lifetimes on streams].
 
     Takes its memory as it is created, on the current stream, and none later.

@@ -27,8 +27,8 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind
 from lightning_hetero.ir.stalls import with_reasons
 from lightning_hetero.ir.trace import WAIT, Span, Trace
 from lightning_hetero.lanes import All, EngineOp, Event, Lanes, Moment, OpEvent
+from lightning_hetero.lanes.contract import host_moment
 from lightning_hetero.lanes.op import QueuedOp
-from lightning_hetero.lanes.queue import host_moment
 
 _KEPT_STEPS = 16  # whose spans are kept
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.activations import driving, gradients, profiled
+from support.lanes import InlineLanes
 from torch import Tensor, nn
 
 from lightning_hetero.ir.plan import BlockPlan, Saved
-from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Lanes
 
 WIDTH = 32
 KINDS = ("linear", "norm", "gelu", "relu_", "dropout", "attention", "gate", "sum_", "twice")

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.ir.model import BlockProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase
-from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Event, InlineLanes, Lanes, OpEvent
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Event, Lanes, OpEvent
 from lightning_hetero.profiling.memory import Observed, RecordedMemory
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder, live_bytes, storages_in
 from lightning_hetero.profiling.timeline import Mark, Timeline, attributed
@@ -26,6 +26,7 @@ from lightning_hetero.runtime.activations.block import Activations, BlockActivat
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import ParameterAddresses
 from lightning_hetero.runtime.anchors import eager
+from support.lanes import InlineLanes
 
 HOPS = {
     "out": (OpKind.SWAP_OUT, Lane.D2H),

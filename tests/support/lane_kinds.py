@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import pytest
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.lanes import EmulatedLanes, InlineLanes, Lanes
+from lightning_hetero.lanes import EmulatedLanes, Lanes
 from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.runtime.activations import names
 from lightning_hetero.runtime.device import setup
+from support.lanes import InlineLanes
 from support.streams import FakeCuda
 
 KINDS = ("inline", "emulated", "streams")

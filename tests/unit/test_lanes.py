@@ -20,21 +20,11 @@ from lightning_hetero import _native
 from lightning_hetero._native import READY
 from lightning_hetero.errors import ConfigError, DeviceMemoryError
 from lightning_hetero.ir.schedule import Lane, OpKind
-from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, InlineLanes, emulated
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, EngineLanes, emulated
 from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.planning.machine_profile import emulated as emulated_machine
 
 HOST = torch.device("cpu")
-
-
-class TestInlineLanes(LanesContract):
-    overlaps = False
-
-    @pytest.fixture
-    def lanes(self) -> Iterator[InlineLanes]:
-        lanes = InlineLanes(memory_bytes=MEMORY_BYTES, poison=True)
-        yield lanes
-        lanes.close()
 
 
 class TestEngineLanes(LanesContract):
@@ -433,7 +423,7 @@ def test_native_tickets_are_tickets(tmp_path: Path) -> None:
 
 def test_a_wait_for_a_ticket_outlasts_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_hetero.lanes.op._TICKET_SLICE_S", 0.001)
-    lanes, ticket = InlineLanes(), FakeTicket()
+    lanes, ticket = EmulatedLanes(EmulatedDevice(MEMORY_BYTES)), FakeTicket()
     event = lanes.submit(op(0, Lane.DISK_READ, OpKind.FETCH), lambda: [ticket], [])
     threading.Timer(0.03, ticket.move, [2]).start()
     event.wait()

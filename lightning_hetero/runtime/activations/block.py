@@ -40,7 +40,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Saved
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.lanes.base import Event, OpEvent
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.activations.buffers import Buffers
 from lightning_hetero.runtime.activations.files import SwapFiles

@@ -27,8 +27,8 @@ from lightning_hetero._native import Ticket
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload
 from lightning_hetero.lanes.base import Event, OpEvent
+from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.lanes.memory import ALIGNMENT_BYTES, POISON
-from lightning_hetero.lanes.queue import Lanes
 from lightning_hetero.runtime.activations.files import SwapFile, SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.runtime.pool import Lease, LeasePool

@@ -29,7 +29,7 @@ from lightning_hetero import _native
 from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.lanes.base import Event
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.store.live.blocks import Block, Part

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lanes.base import Event
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.runtime.device.host_gradient import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.pool import Pool
 from lightning_hetero.store.live.blocks import Block, Part, RunLayout

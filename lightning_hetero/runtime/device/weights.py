@@ -23,7 +23,7 @@ from torch.utils import dlpack
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError
-from lightning_hetero.lanes.queue import Lanes
+from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.runtime.device.references import BoundWeights, absent
 from lightning_hetero.store.live.blocks import Block, Moved, Part
 from lightning_hetero.store.live.geometry import own_versions, versions

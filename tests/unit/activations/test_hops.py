@@ -26,12 +26,13 @@ from support.activations import (
     plain,
     rule,
 )
+from support.lanes import InlineLanes
 from torch import Tensor, nn
 
 from lightning_hetero._native import Engine
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.schedule import Lane, Op, Payload
-from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, InlineLanes, Lanes
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes, Lanes
 from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.saved import SavedStorage
 from lightning_hetero.store.format.directory import StoreDirectory

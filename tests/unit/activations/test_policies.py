@@ -20,11 +20,12 @@ from support.activations import (
     profiled,
     rule,
 )
+from support.lanes import InlineLanes
 from torch import Tensor
 
 from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.plan import BlockPlan
-from lightning_hetero.lanes import InlineLanes, Lanes
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.profiling.operators import Addresses, OperatorRecorder
 
 

@@ -21,11 +21,12 @@ from support.activations import (
     plain,
     rule,
 )
+from support.lanes import InlineLanes
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ir.plan import Saved
-from lightning_hetero.lanes import InlineLanes, Lanes
+from lightning_hetero.lanes import Lanes
 from lightning_hetero.runtime.activations.saved import ChangedInPlaceError
 
 # ---- storages ------------------------------------------------------------------------------------
