@@ -359,6 +359,7 @@ class OffloadedLoop:
         self._in_backward, self._had_backward = False, True
         self._executor.check_gradients()
         if self._overlap == "backward":
+            self._executor.wait_handed()  # what the loop changes from now on comes too late, not sometimes
             self._taken.place(self._named(), self._executor.updater.updated)
 
     def _backward_failed(self) -> None:

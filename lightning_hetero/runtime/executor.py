@@ -31,6 +31,7 @@ from lightning_hetero.lanes import Event
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
 from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.early_changes import TOO_LATE
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
 from lightning_hetero.runtime.optimizers import OptimizerBinding
@@ -307,6 +308,19 @@ class Executor:
         if self.speculation.trying:
             self.speculation.discard()
 
+    def wait_handed(self) -> None:
+        """Waits until the engine has the updates that were issued."""
+        for end in self.handlers.updating:
+            end.handed()
+
+    def changed_early(self, what: str) -> None:
+        """Code changes before the verdict what updates may have read: they are taken back.
+
+        Raises:
+            UnsupportedError: An update has begun that cannot be taken back.
+        """
+        self.take_back(TOO_LATE.format(what=what))
+
     def backward_starts(self, loss: Tensor | None = None) -> None:
         """Backward, from ``loss``, will write gradients: waits until nothing reads the old ones.
 
@@ -314,8 +328,8 @@ class Executor:
         """
         self.batch.in_backward, self._at = True, None
         if self.device is not None:
-            self.device.gradients.conceal()
             loss = None
+            self.device.gradients.conceal()
         with self.recorder.waiting("backward"):
             if self.device is None:
                 self.handlers.wait_updates()
@@ -344,8 +358,14 @@ class Executor:
             self.device.gradients.expose()
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
-        """``optimizer.step()``: the verdict. Submits the ops that are left and returns at once."""
+        """``optimizer.step()``: the verdict. Submits the ops that are left and returns at once.
+
+        Raises:
+            UnsupportedError: What updates have read is not the same any more.
+        """
         self.backward_ends()
+        if changed := self.updater.early.changed(binding):
+            self.changed_early(changed)
         self._handed_over = True
         if self.device is not None:
             self.device.gradients.conceal()
@@ -499,8 +519,7 @@ class Executor:
 
         ``whole``: the step is kept, so a device's results come to host memory or are lent later.
         """
-        for end in self.handlers.updating:
-            end.handed()
+        self.wait_handed()
         for block in self.blocks:
             bring_back_all(block)
         self.residency.wait_for_record(self._before | self.handlers.ends, whole=whole)

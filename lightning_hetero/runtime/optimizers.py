@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero._native import Hyper
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.optim import adam, blockwise
@@ -61,7 +62,7 @@ class OptimizerBinding:
         on_step: Called by ``step`` after the closure, to hand the update over.
         on_read: Waits for updates under way, before code reads state or zeroes gradients in place.
         on_touch: Waits until the store has all updates under way, before code reads or writes one
-            tensor of state.
+            tensor of state. With words: before they write what these say.
         on_load: Called before state is loaded: parameters may have joined the optimizer.
         with_state: The ``id``s of parameters that have state in the store.
     """
@@ -72,7 +73,7 @@ class OptimizerBinding:
         on_step: Callable[[OptimizerBinding, float], None],
         *,
         on_read: Callable[[], None],
-        on_touch: Callable[[], None],
+        on_touch: Callable[[str], None],
         on_load: Callable[[OptimizerBinding], None],
         with_state: Collection[int] = (),
     ) -> None:
@@ -328,6 +329,14 @@ class OptimizerBinding:
                 found.append(index)
         return found
 
+    def has_other_state(self, part: Part, indices: Sequence[int], numbers: Sequence[Hyper]) -> bool:
+        """Whether state is not what :meth:`advance` left, whose counts are in ``numbers``."""
+        if self.new_ones(part, indices):
+            return True
+        with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
+            steps = [self.optimizer.state[part.params[index]]["step"] for index in indices]
+        return [float(step) for step in steps] != [number.step for number in numbers]
+
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Writes to the store what the optimizer has instead, or that it has nothing.
 
@@ -399,6 +408,7 @@ class OptimizerBinding:
 
     def _load_state_dict(self, state_dict: Options) -> None:
         self._on_read()
+        self._on_touch("the optimizer's state")
         if self.rule is not Rule.NATIVE:
             rest, early = without_early(state_dict, self.optimizer)
             self._original["load_state_dict"](rest)

@@ -130,7 +130,7 @@ class Session(Budgets):
         if optimizers is not None:
             self.bindings = [
                 OptimizerBinding(
-                    o, self._on_step, on_read=self.drain, on_touch=self._settle_device, on_load=self._promote, with_state=with_state
+                    o, self._on_step, on_read=self.drain, on_touch=self._settle_state, on_load=self._promote, with_state=with_state
                 )
                 for o in optimizers
             ]  # fmt: skip
@@ -430,7 +430,9 @@ class Session(Budgets):
         if self.executor is not None:
             self.executor.drain()
 
-    def _settle_device(self) -> None:
+    def _settle_state(self, writes: str = "") -> None:
+        if writes and self.executor is not None:
+            self.executor.changed_early(writes)
         if self.executor is not None and self.executor.device is not None:
             self.executor.lanes.drain()
 

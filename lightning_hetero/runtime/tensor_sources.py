@@ -181,7 +181,7 @@ class StateSource(_OfParameter):
 
     array: int
     key: str
-    settle: Callable[[], None]  # waits until the store has the updates that are on their way from a device
+    settle: Callable[[str], None]  # waits until the store has the updates from a device; with a name: before a write of that
     address = None  # state has none of its own
 
     @property
@@ -197,7 +197,7 @@ class StateSource(_OfParameter):
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
-        self.settle()
+        self.settle("")
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
@@ -219,7 +219,7 @@ class StateSource(_OfParameter):
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
         self.store.check_open(self.part, self.name)
-        self.settle()
+        self.settle(f"state {self.name!r}")
         write_state(self.store, self.part, [(self.array, self.index, self.part.flat(self.index, value, torch.float32))])
 
     @property

@@ -14,6 +14,7 @@ from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense, grads_of
+from lightning_hetero.runtime.early_changes import ReadEarly
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
@@ -31,6 +32,7 @@ class DuePart:
     indices: list[int]  # positions of the updated parameters
     numbers: list[Hyper]  # their hyper-parameters, for a native update
     claim: Claim | None  # their gradients that have left a device; ``None`` if the device is the host
+    early: ReadEarly | None  # if it was issued before the verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Updater:
         self.scale = 1.0  # gradients are multiplied by it first
         self._groups: dict[int, dict[str, object]] = {}
         self._updated = set()
+        self.early = ReadEarly()
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether an update of the block for this optimizer is due."""
@@ -153,7 +156,10 @@ class Updater:
                 if key not in known:
                     known[key] = adam.hyper(binding.optimizer, group, step)
                 numbers.append(known[key])
-        return DuePart(part, indices, numbers, claim)
+        early = self.early if self.verdict is None else None
+        if early is not None:
+            early.prepared(binding, part, indices, numbers)
+        return DuePart(part, indices, numbers, claim, early)
 
     def run(self, due: DueUpdate, *, priority: int, after: Sequence[Ticket], speculative: bool = False) -> list[Ticket]:
         """Runs a prepared update. If it is not open, the engine waits for the tickets first.
@@ -176,6 +182,8 @@ class Updater:
                 tickets.append(self._update_native(one, grads, due.scale, priority, after, speculative=speculative))
             if one.claim is not None:
                 one.claim.used(tickets[-1] if tickets else None)
+            if one.early is not None and not speculative:
+                one.early.updated(one.part, one.indices)
             if not self.rules.keep_gradients and (self.device is None or on_device):
                 for i in one.indices:
                     one.part.params[i].grad = None
@@ -183,11 +191,20 @@ class Updater:
 
     def again(self, due: DueUpdate, scale: float) -> DueUpdate:
         """The same update once more, with another scale."""
+        if self.early.changed(due.binding) is not None:
+            due = replace(due, parts=[self._renumbered(one, due.binding) for one in due.parts])
         if self.device is None:
             return replace(due, scale=scale)
         gradients, keep = self.device.gradients, self.rules.keep_gradients
         parts = [replace(p, claim=gradients.claim([p.part.params[i] for i in p.indices], keep=keep)) for p in due.parts]
         return replace(due, scale=scale, parts=parts)
+
+    @staticmethod
+    def _renumbered(due: DuePart, binding: OptimizerBinding) -> DuePart:
+        """The update with the hyper-parameters that its optimizer has now."""
+        groups, params = binding.groups(), [due.part.params[i] for i in due.indices]
+        rows = zip(params, due.numbers, strict=False)  # without numbers, if it is not native
+        return replace(due, numbers=[adam.hyper(binding.optimizer, groups[id(p)], number.step) for p, number in rows])
 
     def update_whole(self, binding: OptimizerBinding) -> None:
         """One step of an optimizer that may couple its parameters. All of them are in memory."""
