@@ -66,6 +66,15 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{value:.1f} TiB"
 
 
+def size_option(num_bytes: int) -> str:
+    """The bytes as an option, rounded up: ``size_option(3 * 2**20 + 1) == "3.1MiB"``."""
+    for suffix, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if num_bytes >= factor:
+            tenths = -(-10 * num_bytes // factor)
+            return f"{tenths // 10}.{tenths % 10}{suffix}" if tenths % 10 else f"{tenths // 10}{suffix}"
+    return f"{num_bytes}B"
+
+
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple

@@ -136,8 +136,8 @@ def pipelines(plan: ClusterPlan) -> Table:
                     format_bytes(stage.memory_bytes),
                 )
             )
-    columns = ("groups", "micro-batches", "takes", "stage", "node", "layers", "a micro-batch", "busy", "memory")
-    return table("Pipelines", columns, rows, right=("micro-batches", "takes", "layers", "a micro-batch", "busy", "memory"))
+    columns = ("groups", "batches", "takes", "stage", "node", "layers", "each", "busy", "memory")
+    return table("Pipelines", columns, rows, right=("batches", "takes", "layers", "each", "busy", "memory"))
 
 
 def rivals(title: str, plans: list[RunnerUp], reference_s: float) -> Table:

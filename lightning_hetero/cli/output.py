@@ -134,7 +134,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
     )
     for name in columns:
-        out.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name == columns[0])
+        out.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for index, row in enumerate(rows):
         out.add_row(*map(Text, row), style="bold green" if index == best else None)
     return out

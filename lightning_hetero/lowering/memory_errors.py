@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_hetero.errors import OutOfMemoryBudgetError, PlanError
 from lightning_hetero.lowering.needs import Purpose, Rows, total_bytes
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import format_bytes, size_option
 
 _SMALLER_BATCH = "use a smaller batch"
 _REMEDIES = {  # cheapest first
@@ -111,7 +111,9 @@ def too_small(
     need = total_bytes(rows)
     size = format_bytes(host_memory)
     allowed = f"host_memory allows {size}" if given else f"{size} are free beside a reserve for the process and a batch"
-    remedy = "Raise host_memory" if given else "Free memory, or set host_memory (then nothing is held back)"
+    remedy = "Free memory, or set host_memory (then nothing is held back)"
+    if given:
+        remedy = f'Raise host_memory to "{size_option(need)}"'
     lines = [("what", "where", "how much", "less with")]
     knobs = dict(_KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS)
     if plan != "disk" and not less_on_disk:

@@ -145,23 +145,35 @@ class Placer:
         """The first of the plans that the budget allows, with what is in memory already.
 
         Raises:
-            OutOfMemoryBudgetError: None fits. The error is that of the plan that needs least.
+            OutOfMemoryBudgetError: None fits. The error is that of the plan that needs least, and
+                says what the others need.
             UnsupportedError: None runs with these optimizers. The error is that of the first.
         """
         too_large: list[OutOfMemoryBudgetError] = []
+        names: list[str] = []
         unsupported: list[UnsupportedError] = []
-        for make in plans:
+        for plan in (make(self.model) for make in plans):
             try:
-                return self.place(make(self.model), present_bytes=present_bytes)
+                return self.place(plan, present_bytes=present_bytes)
             except OutOfMemoryBudgetError as error:
                 too_large.append(error)
+                names.append(plan.name)
             except UnsupportedError as error:
                 unsupported.append(error)
         if not too_large:
             raise unsupported[0]
         last = too_large[-1]  # bytes of different tiers cannot be compared
         same = [error for error in reversed(too_large) if error.tier == last.tier and error.needed_bytes]
-        raise min(same, key=lambda error: error.needed_bytes, default=last)
+        least = min(same, key=lambda error: error.needed_bytes, default=last)
+        others = [
+            f"plan {name!r} needs {format_bytes(error.needed_bytes)} of {error.tier} memory"
+            for name, error in zip(names, too_large, strict=True)
+            if error is not least and error.needed_bytes
+        ]
+        if not others:
+            raise least
+        message = f"{least}\nThe other plans do not fit either: {'; '.join(others)}."
+        raise OutOfMemoryBudgetError(message, least.needed_bytes, least.tier)
 
     def place(self, plan: Plan, *, present_bytes: int) -> Placement:
         """Resolves a plan, and refuses one that cannot run.

@@ -530,7 +530,8 @@ class Session(Budgets):
             if self.executor.device is None:
                 self._handles = observe_forwards(self.blocks, ParkedAnchors(self.executor))
                 self.executor.end_batch()
-            log.info("The model does not fit host_memory, so it stays on disk; the store is removed when the process ends.")
+            kept = "" if self.options.disk_path else "; the store is removed when the process ends"
+            log.info("The model does not fit host_memory, so it stays on disk%s.", kept)
             return True
         self.executor.residency.bring(*(b for b in self.blocks if self._started or self._setup.had_memory(b)), force=True)
         for block in self.blocks:

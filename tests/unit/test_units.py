@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.units import GIB, format_bytes, parse_bytes, round_up
+from lightning_hetero.units import GIB, MIB, format_bytes, parse_bytes, round_up, size_option
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,8 @@ def test_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
 @pytest.mark.parametrize(("value", "expected"), [(0, 0), (1, 16), (16, 16), (17, 32)])
 def test_round_up_reaches_the_next_multiple(value: int, expected: int) -> None:
     assert round_up(value, 16) == expected
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1023, 1025, MIB - 1, MIB, 3 * MIB + 1, 3 * GIB - 1])
+def test_an_option_for_bytes_is_no_smaller_than_they_are(num_bytes: int) -> None:
+    assert num_bytes <= parse_bytes(size_option(num_bytes), name="host_memory") <= 1.1 * num_bytes + 1

@@ -47,6 +47,16 @@ def test_plan_disk_is_recommended_only_where_it_needs_less(shape: Shape, recomme
     assert (needed["disk"] < needed["host"]) == recommends
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_the_log_says_how_long_a_model_stays_on_disk(given: bool, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = Recipe(shape=Shape(layers=12, width=256), steps=1)
+    options: dict[str, Any] = {"disk_path": root / "run"} if given else {}
+    with caplog.at_level("INFO"):
+        fit(new_module(recipe), root, HeteroOffloadStrategy(plan="disk", host_memory="30MiB", **options))
+    removed = "; the store is removed when the process ends" if not given else ""
+    assert f"The model does not fit host_memory, so it stays on disk{removed}." in caplog.text
+
+
 def test_an_optimizer_that_runs_on_the_device_is_not_sent_to_the_host(root: Path) -> None:
     for optimizer, words in ((torch.optim.SGD, "torch.optim.Adam or AdamW"), (torch.optim.AdamW, "place weights on 'host'")):
         recipe = Recipe(optimizer=lambda groups, make=optimizer: make(groups, lr=1e-3))
@@ -61,9 +71,22 @@ def test_the_refusal_names_the_smallest_budget_that_works(root: Path, plain: Out
     with pytest.raises(OutOfMemoryBudgetError) as caught:
         fit(module, root, HeteroOffloadStrategy(plan="disk", host_memory="1B"))
     needed = caught.value.needed_bytes
+    named = re.search(r'Raise host_memory to "(.*?)"', str(caught.value))
+    assert named
+    assert needed <= parse_bytes(named[1], name="host_memory") <= 1.1 * needed
     refused(OutOfMemoryBudgetError, ["needs"], root, module, host_memory=needed - 1)
     torch.manual_seed(11)
     assert_same(outcome(fit(module, root, HeteroOffloadStrategy(plan="disk", host_memory=needed)), module), plain)
+
+
+def test_a_refusal_says_what_the_other_plans_need(root: Path) -> None:
+    """Of a small model staging takes more than the disk saves."""
+    other = r"^plan 'host' needs (.|\n)*\nThe other plans do not fit either: plan 'disk' needs "
+    with pytest.raises(OutOfMemoryBudgetError, match=other) as caught:
+        fit(new_module(Recipe(shape=Shape(width=8))), root, HeteroOffloadStrategy(host_memory="1B"))
+    with pytest.raises(OutOfMemoryBudgetError) as least:
+        fit(new_module(Recipe(shape=Shape(width=8))), root, HeteroOffloadStrategy(plan="host", host_memory="1B"))
+    assert caught.value.needed_bytes == least.value.needed_bytes
 
 
 RECOMPUTES = BlockPlan(name="*", saved=Saved.RECOMPUTE)
