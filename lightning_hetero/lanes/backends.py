@@ -16,7 +16,6 @@ import statistics
 from contextlib import AbstractContextManager
 from functools import cache
 
-import psutil
 import torch
 
 from lightning_hetero.units import MIB
@@ -200,6 +199,8 @@ def takes_host_memory(device: torch.device) -> bool:
     An integrated device may have memory of its own nevertheless: a part that the firmware keeps for
     it, which the host does not see.
     """
+    import psutil  # takes longer to import than all else here, and only GPUs ask
+
     taken = []
     for _ in range(_TIMES):
         before = psutil.virtual_memory().available

@@ -21,7 +21,6 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.evaluation import evaluated
 
 
 def resident(model: ModelShape) -> Plan:
@@ -169,6 +168,8 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updat
     Raises:
         PlanError: No variant fits; the message is that of the last one, which needs least.
     """
+    from lightning_hetero.planners.evaluation import evaluated  # brings the simulator, which the plans alone do not need
+
     check_machine(baseline, hardware.name, shared_memory=hardware.shared_memory)
     *earlier, last = variants(baseline, model.shape(), shared_memory=hardware.shared_memory)
     found = None

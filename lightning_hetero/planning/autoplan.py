@@ -32,7 +32,6 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import Device
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.baselines import check_machine
-from lightning_hetero.planners.evaluation import speculation
 from lightning_hetero.planning.fit_planning import FitPlanning, scaled
 from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
@@ -319,6 +318,8 @@ class Autoplan:
             log.warning("Training goes on with plan %r, which has fitted: %s", before.name, error)
         self.plan = plan
         if executor.speculation.enabled and self.machine is not None:
+            from lightning_hetero.planners.evaluation import speculation  # brings the simulator
+
             with suppress(PlanError):  # by the planner's account alone, the plan may not fit
                 executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
         self.moved_s = now_s() - begin - self.planned_s

@@ -20,7 +20,6 @@ from lightning_hetero.lowering.needs import total_bytes
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.sim import simulate
 
 _ATTEMPTS = 4
 _CAPACITIES = {"device": "device_memory_bytes", "host": "host_memory_bytes", "disk": "disk_capacity_bytes"}
@@ -215,6 +214,8 @@ class FitPlanning:
         return self._simulated(plan, machine, waits, room_for=self._updates)
 
     def _simulated(self, plan: Plan, machine: HardwareProfile, updates: Updates, *, room_for: Updates) -> Prediction:
+        from lightning_hetero.sim import simulate  # imported when it plans
+
         shape = self.model.shape()
         space = cache_sizes(plan, self.model, machine, updates=room_for)
         last = StepSignature(order=tuple(range(len(shape.blocks))), training=True, updates=updates)

@@ -16,7 +16,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.errors import ConfigError, did_you_mean
-from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
@@ -163,6 +162,8 @@ def planner(plan: str | os.PathLike[str] | Plan) -> Callable[[ModelShape], Plan]
         return BUILTIN_PLANS[plan]
     is_name = isinstance(plan, str) and not plan.endswith(".json") and not Path(plan).is_file()
     if is_name or not isinstance(plan, str | os.PathLike):
+        from lightning_hetero.ir.cluster_plan import CLUSTER_PLANNERS
+
         names = dict.fromkeys(("auto", *BUILTIN_PLANS, *PLANNERS))
         allowed = ", ".join(map(repr, names))
         hint = did_you_mean(plan, names)

@@ -135,13 +135,23 @@ print(registry.get("hetero"))
     assert _python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "('made', 'lightning.pytorch', {})"
 
 
-def test_importing_the_package_is_light(tmp_path: Path) -> None:
+def test_imports_bring_nothing_that_is_not_needed_yet(tmp_path: Path) -> None:
+    """The package brings neither torch nor Lightning; a strategy brings no simulator."""
     code = """
 before = set(sys.modules)
 import lightning_hetero
-print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "lightning", "numpy", "cvxpy", "ctypes"}))
+with_package = {name.split(".")[0] for name in set(sys.modules) - before} & {"torch", "lightning", "numpy", "cvxpy", "ctypes"}
+import lightning.pytorch
+before = set(sys.modules)
+lightning_hetero.HeteroOffloadStrategy()
+new = set(sys.modules) - before
+assert "lightning_hetero.runtime.session" in new
+late = "sim cost planners.evaluation planners.holistic cli report parallel monitors loops ir.cluster_plan".split()
+ours = [name for name in new if name.startswith(tuple(f"lightning_hetero.{each}" for each in late))]
+others = {name.split(".")[0] for name in new} & set("psutil cvxpy highspy scipy rich typer transformers peft".split())
+print(sorted(with_package), sorted(ours), sorted(others))
 """
-    assert _python(code, tmp_path) == "[]"
+    assert _python(code, tmp_path) == "[] [] []"
 
 
 def test_a_registry_of_another_shape_warns_and_never_breaks_the_import(tmp_path: Path) -> None:

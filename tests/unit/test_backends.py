@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from support.cuda import stand_in
@@ -182,7 +183,7 @@ def test_memory_that_the_firmware_keeps_for_a_device_is_its_own(shares: bool, mo
     monkeypatch.setattr(backends.torch, "ones", ones)
     monkeypatch.setattr(backends.torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(backends.torch.accelerator, "empty_cache", lambda: None)
-    monkeypatch.setattr(backends.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12 - sum(taken)))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**12 - sum(taken)))
     backends.takes_host_memory.cache_clear()
     assert backends.takes_host_memory(torch.device("cuda", 0)) is shares
     backends.takes_host_memory.cache_clear()

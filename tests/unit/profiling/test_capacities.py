@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from lightning_hetero.profiling.machine import _cache_bytes
@@ -23,13 +21,14 @@ def _files(root: Path, contents: dict[str, str]) -> Path:
 
 
 def _proc(tmp_path: Path, line: str) -> Path:
-    return _files(tmp_path / "proc", {"self/cgroup": line + "\n"})
+    memory = f"MemTotal:  {500 * 1024} kB\nMemFree:  1024 kB\nMemAvailable:  {300 * 1024} kB\nHugePages_Total:  0\n"
+    return _files(tmp_path / "proc", {"self/cgroup": line + "\n", "meminfo": memory})
 
 
-def test_without_control_groups_memory_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * MIB, total=5 * MIB))
-    assert available_memory_bytes(proc=tmp_path, cgroups=tmp_path) == 3 * MIB
-    assert total_memory_bytes(proc=tmp_path, cgroups=tmp_path) == 5 * MIB
+def test_without_control_groups_memory_is_the_machines(tmp_path: Path) -> None:
+    proc = _proc(tmp_path, "0::/")
+    assert available_memory_bytes(proc=proc, cgroups=tmp_path) == 300 * MIB
+    assert total_memory_bytes(proc=proc, cgroups=tmp_path) == 500 * MIB
 
 
 @pytest.mark.parametrize("visible", [True, False], ids=["on the host", "in a container"])
