@@ -304,11 +304,12 @@ class Handlers:
             self._residency.parameters.keep_casts(block, trained=True)
         if not early or block.spec.pinned:  # other blocks were in use until now
             self._residency.before_update(block)
-        if side is not None and updater.renews(block, binding):
+        work = updater.work(block, binding)
+        if side is not None and any(one.new for one in work):
             self._lanes.drain()
             updater.cancel_opened([block])
         again = None if early else self._speculation.again(block, updater.scale)
-        due = updater.prepare(block, binding)
+        due = updater.prepare(block, binding, work)
         if due is not None and binding.rule is not Rule.NATIVE:
             return partial(self._update_in_python, block, due)
         if due is not None and side is not None and block.plan.update is UpdateLane.DEVICE:

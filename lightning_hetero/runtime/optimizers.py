@@ -15,7 +15,10 @@ again. Records of kept steps have the members of optimizers, which is what a res
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
+from operator import is_, itemgetter
 from types import MethodType
 
 import torch
@@ -46,6 +49,17 @@ class Rule(Enum):
     NATIVE = "native"  # the engine: torch's Adam and AdamW
     BLOCKWISE = "blockwise"  # the optimizer's own code, part by part
     WHOLE = "whole"  # the optimizer's own code, once for all its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The state of some parameters of a part when the optimizer last counted their step."""
+
+    indices: list[int]
+    params: list[nn.Parameter]
+    values_of: Callable[[Value], tuple[object, ...]]  # the count and the handles in a parameter's state
+    values: list[object]  # these, of all of them
+    steps: list[Tensor]  # the counts, in fp32 on the CPU
 
 
 def owners_of(bindings: Iterable[OptimizerBinding]) -> dict[int, OptimizerBinding]:
@@ -89,6 +103,7 @@ class OptimizerBinding:
         self.rule = self.capability  # of the plan; without a disk one that could run part by part runs whole
         self._on_step, self._on_read, self._on_touch, self._on_load = on_step, on_read, on_touch, on_load
         self._attached: dict[int, Options] = {}  # the handles of state in the store, by the parameter's ``id``
+        self._seen: dict[Part, _Seen] = {}
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
         self._has_empty = False
         self._patches = Patches()
@@ -102,6 +117,7 @@ class OptimizerBinding:
         """Sets where the parameters live. State that the optimizer already has moves there."""
         self.choose(self.rule)
         self._store = store
+        self._seen.clear()
         self._homes = {param: (part, index) for param, part, index in homes}
         self._has_empty = not all(param.numel() for param in self._homes)
         existing = {p: dict(s) for p, s in self.optimizer.state.items() if s and isinstance(p, nn.Parameter)}
@@ -278,24 +294,52 @@ class OptimizerBinding:
                 if id(param) in ids:
                     fill(self.optimizer.state.get(param, {}))
 
-    def advance(self, part: Part, indices: Sequence[int]) -> list[float]:
-        """Counts one more step of parameters that the engine is about to update; returns counts."""
-        states = []
+    def steps(self, part: Part, indices: Sequence[int]) -> list[Tensor] | None:
+        """The step counts of parameters whose state is as :meth:`advance` last saw it, or ``None``.
+
+        Then none of them is new (:meth:`new_ones`). This runs for each block in each step.
+        """
+        seen = self._seen.get(part)
+        if seen is None or seen.indices != indices:
+            return None
         with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
-            for index in indices:
-                states.append(self.optimizer.state[part.params[index]])
+            states = list(map(self.optimizer.state.get, seen.params))
+        try:
+            values = chain.from_iterable(map(seen.values_of, states))
+            return seen.steps if all(map(is_, values, seen.values)) else None
+        except (KeyError, TypeError):  # there is no count, or no state
+            return None
+
+    def advance(self, part: Part, indices: Sequence[int], steps: list[Tensor] | None = None) -> list[float]:
+        """Counts one more step of parameters that the engine is about to update; returns counts.
+
+        ``steps``: what :meth:`steps` has just returned.
+        """
+        steps = self._find_steps(part, list(indices)) if steps is None else steps
+        if steps is not None:
+            torch._foreach_add_(steps, 1)
+            counts: list[float] = torch.stack(steps).tolist()
+            return counts
+        states = [self.optimizer.state[part.params[index]] for index in indices]
+        for state in states:  # code has given it numbers
+            state["step"] += 1
+        return [float(state["step"]) for state in states]
+
+    def _find_steps(self, part: Part, indices: list[int]) -> list[Tensor] | None:
+        """Looks at the state of parameters, of which those that are new get one."""
+        params = [part.params[index] for index in indices]
+        with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
+            states = [self.optimizer.state[param] for param in params]
         for index, state in zip(indices, states, strict=True):
             if "step" not in state:
                 self._attach(state, part, index)
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
         steps = [state["step"] for state in states]
-        if all(isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32 and not step.ndim for step in steps):
-            torch._foreach_add_(steps, 1)
-            counts: list[float] = torch.stack(steps).tolist()
-            return counts
-        for state in states:  # code has given it numbers
-            state["step"] += 1
-        return [float(state["step"]) for state in states]
+        if not all(isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32 and not step.ndim for step in steps):
+            return None
+        values_of = itemgetter("step", *adam.state_names(part.dtype))
+        self._seen[part] = _Seen(indices, params, values_of, list(chain.from_iterable(map(values_of, states))), steps)
+        return steps
 
     def _advance_empty(self) -> None:
         """Counts a step of parameters without elements, as torch does; they have no update."""
@@ -340,11 +384,13 @@ class OptimizerBinding:
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Writes to the store what the optimizer has instead, or that it has nothing.
 
+        ``indices``: the parameters that :meth:`new_ones` has found.
+
         Raises:
             ConfigError: State has another shape, or is missing.
         """
         runs: list[tuple[int, int, Tensor]] = []
-        for index in self.new_ones(part, indices):
+        for index in indices:
             param = part.params[index]
             state = self.optimizer.state.get(param, _NOTHING)
             for array, name in enumerate(adam.state_names(part.dtype)):
@@ -363,7 +409,7 @@ class OptimizerBinding:
         parts = dict.fromkeys(part for part, _ in self._homes.values()) if self.rule is Rule.NATIVE else ()
         for part in parts:
             mine = [i for i, p in enumerate(part.params) if p.numel() and "step" in self.optimizer.state.get(p, _NOTHING)]
-            self.renew(part, mine)
+            self.renew(part, self.new_ones(part, mine))
 
     @staticmethod
     def _flat_state(part: Part, index: int, name: str, state: Options) -> Tensor:
@@ -404,6 +450,10 @@ class OptimizerBinding:
     def _zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self._on_read()
+        elif self.capability is Rule.NATIVE:  # torch's own code; for handles each access would be a call of Python
+            with torch._C.DisableTorchFunctionSubclass():
+                self._original["zero_grad"](set_to_none=True)
+            return
         self._original["zero_grad"](set_to_none=set_to_none)
 
     def _load_state_dict(self, state_dict: Options) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,15 @@ from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back, find_moved
 from lightning_hetero.store.live.tier_store import TierStore
+
+
+class PartWork(NamedTuple):
+    """The update of one part that is due, before anything of it is read."""
+
+    part: Part
+    indices: list[int]  # positions of the parameters
+    steps: list[Tensor] | None  # their step counts, if the optimizer's state is as it was
+    new: list[int]  # those for which the optimizer has other state than the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +129,20 @@ class Updater:
                 if grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
                     check_dense(name, grad)
 
-    def renews(self, block: Block, binding: OptimizerBinding) -> bool:
-        """Whether :meth:`prepare` resets state in the store, so that no op on the block may run."""
-        if binding.rule is not Rule.NATIVE:
-            return False
-        return any(binding.new_ones(part, self._indices(part, binding)) for part in block.parts)
+    def work(self, block: Block, binding: OptimizerBinding) -> list[PartWork]:
+        """What is due of the block for this optimizer.
+
+        If some of it is ``new``, :meth:`prepare` writes to the store: no op on the block may run.
+        """
+        found = []
+        for part in block.parts:
+            if indices := self._indices(part, binding):
+                steps = new = None
+                if binding.rule is Rule.NATIVE:
+                    steps = binding.steps(part, indices)
+                    new = binding.new_ones(part, indices) if steps is None else None
+                found.append(PartWork(part, indices, steps, new or []))
+        return found
 
     @property
     def has_begun(self) -> bool:
@@ -135,23 +154,27 @@ class Updater:
         """The parameters, by ``id``, whose updates of the step under way have been prepared."""
         return frozenset(self._updated)
 
-    def prepare(self, block: Block, binding: OptimizerBinding) -> DueUpdate | None:
+    def prepare(self, block: Block, binding: OptimizerBinding, work: Iterable[PartWork]) -> DueUpdate | None:
         """Reads all that may change before the update runs; ``None`` if none is due."""
-        parts = [self._due_part(part, indices, binding) for part in block.parts if (indices := self._indices(part, binding))]
+        parts = [self._due_part(one, binding) for one in work]
         return DueUpdate(self, block, binding, parts, self.scale, clip=self.verdict is None) if parts else None
 
-    def _due_part(self, part: Part, indices: list[int], binding: OptimizerBinding) -> DuePart:
+    def _due_part(self, work: PartWork, binding: OptimizerBinding) -> DuePart:
+        part, indices = work.part, work.indices
         params = [part.params[i] for i in indices]
-        self._updated.update(map(id, params))
-        claim = None if self.device is None else self.device.gradients.claim(params, keep=self.rules.keep_gradients)
+        keys = list(map(id, params))
+        self._updated.update(keys)
+        claim = None
+        if self.device is not None and not self.device.gradients.ids().isdisjoint(keys):
+            claim = self.device.gradients.claim(params, keep=self.rules.keep_gradients)
         numbers: list[Hyper] = []
         if binding.rule is Rule.NATIVE:
             self._groups = groups = self._groups or binding.groups()
-            binding.renew(part, indices)
-            steps = binding.advance(part, indices)  # the optimizer counts the step
+            if work.new:
+                binding.renew(part, work.new)
             known: dict[tuple[int, float], Hyper] = {}
-            for param, step in zip(params, steps, strict=True):
-                group = groups[id(param)]
+            for param_key, step in zip(keys, binding.advance(part, indices, work.steps), strict=True):
+                group = groups[param_key]
                 key = id(group), step
                 if key not in known:
                     known[key] = adam.hyper(binding.optimizer, group, step)
@@ -232,19 +255,21 @@ class Updater:
 
     def _gradients(self, due: DuePart, *, clip: bool) -> list[Tensor]:
         """The gradients, in the parameters' memory order, from the host once they are there."""
-        params, grads = [due.part.params[i] for i in due.indices], []
+        part, grads = due.part, []
+        params = [part.params[i] for i in due.indices]
         here = [None] * len(params) if due.claim is None else due.claim.gradients(params)
         for i, param, held in zip(due.indices, params, here, strict=True):
             if held is not None:
                 grads.append(held)
                 continue
             if (grad := param.grad) is None:
-                raise HeteroError(f"{due.part.names[i]!r} lost its gradient between optimizer.step() and its update.")
-            check_dense(due.part.names[i], grad)
-            if grad.stride() != param.stride():  # autograd nearly always gives the parameter's memory order
+                raise HeteroError(f"{part.names[i]!r} lost its gradient between optimizer.step() and its update.")
+            if grad.layout is not torch.strided:
+                check_dense(part.names[i], grad)
+            if grad.stride() != part.layouts[i].stride:  # autograd nearly always gives the parameter's memory order
                 copy = torch.empty_strided(param.shape, param.stride(), dtype=grad.dtype, device=grad.device)
                 param.grad = grad = copy.copy_(grad)
-            grads.append(grad.detach())
+            grads.append(grad.detach() if grad.requires_grad else grad)
         if clip and (limit := self.rules.clip_value) is not None:  # Source: torch.nn.utils.clip_grad_value_
             torch._foreach_clamp_min_(grads, -limit)
             torch._foreach_clamp_max_(grads, limit)

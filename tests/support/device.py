@@ -71,7 +71,8 @@ class World:
 
     def step(self) -> None:
         """One update of everything that has a gradient, and the wait for it."""
-        due = [due for b in self.blocks if (due := self.updater.prepare(b, self.binding)) is not None]
+        work = ((b, self.updater.work(b, self.binding)) for b in self.blocks)
+        due = [due for b, parts in work if (due := self.updater.prepare(b, self.binding, parts)) is not None]
         for ticket in [ticket for one in due for ticket in one()]:
             ticket.wait()
         self.updater.begin_step()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -40,6 +39,7 @@ from lightning_hetero.store.raw_memory import tensor_at
 from lightning_hetero.untyped import Function
 
 Row = tuple[int, Hyper, Tensor]  # position in the part, its numbers, its gradient on the device
+_Runs = list[list[Tensor]]  # of the masters, or the weights, and of the two moments: flat, for each parameter
 
 # fp32 copies of gradients have at most this many elements: a multiple of 16, so that torch's vector
 # loop and its scalar tail get the same elements as in one call.
@@ -50,6 +50,7 @@ _CHUNK_ELEMENTS = 1 << 24
 class _State:
     memory: Tensor  # one run of bytes
     arrays: list[Tensor]  # the fp32 arrays in it, flat, with the part's layout
+    runs: list[Sequence[Tensor]]  # the parameters' runs in each array
     kept: bool  # it stays there
 
 
@@ -147,37 +148,34 @@ class DeviceUpdates:
         Raises:
             HeteroError: The part's state is not on the device.
         """
-        weights = self._weights.flat(part)
+        weights = self._weights.runs(part)
         if part not in self._states:
             raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")
-        arrays = self._states[part].arrays
-        if len(arrays) == len(adam.MOMENTS):
-            master = weights
-        else:
-            master, *arrays = arrays
-            if part.master_versions != versions(part):  # user code wrote weights: they are the master
-                master.copy_(weights)
-        pieces = [(hyper, part.offsets[i], grad.as_strided((grad.numel(),), (1,))) for i, hyper, grad in rows]
-        for hyper, same in groupby(sorted(pieces, key=lambda piece: piece[0]), key=lambda piece: piece[0]):
-            for chunk in _chunks([(start, grad) for _, start, grad in same], whole=scale == 1.0):
-                self._step(hyper, chunk, [master, *arrays], scale)
-        if master is not weights:
-            _copy_runs(weights, master, ((start, grad.numel()) for _, start, grad in pieces))
+        state = self._states[part]
+        arrays = [weights, *state.runs] if len(state.runs) == len(adam.MOMENTS) else state.runs  # master and moments
+        if arrays[0] is not weights and part.master_versions != versions(part):  # user code wrote weights: they are the master
+            state.arrays[0].copy_(self._weights.flat(part))
+        for hyper, same in _by_numbers(rows):
+            runs = [[array[i] for i, _, _ in same] for array in arrays]
+            grads = [grad.as_strided((grad.numel(),), (1,)) for _, _, grad in same]
+            for pieces in _chunks(runs, grads, whole=scale == 1.0):
+                self._step(hyper, *pieces, scale)
+        if arrays[0] is not weights:  # rounds to nearest even
+            torch._foreach_copy_([weights[i] for i, _, _ in rows], [arrays[0][i] for i, _, _ in rows])
         part.stepped, part.fresh = True, False
         # Autograd raises if a graph still needs the old weights.
         torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
         part.master_versions = own_versions(part)
         self._weights.updated(part)
 
-    def _step(self, hyper: Hyper, chunk: Sequence[tuple[int, Tensor]], arrays: Sequence[Tensor], scale: float) -> None:
-        grads = [grad.float() for _, grad in chunk]
+    def _step(self, hyper: Hyper, runs: _Runs, grads: list[Tensor], scale: float) -> None:
+        grads = [grad.float() for grad in grads]
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
-        params, exp_avgs, exp_avg_sqs = ([array[start : start + g.numel()] for start, g in chunk] for array in arrays)
         fused: Function = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
         step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # needs no copy
         fused(
-            params, grads, exp_avgs, exp_avg_sqs, [], [step] * len(chunk), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
+            runs[0], grads, runs[1], runs[2], [], [step] * len(grads), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
             weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=bool(hyper.flags & _native.MAXIMIZE),
         )  # fmt: skip
 
@@ -205,7 +203,8 @@ class DeviceUpdates:
             )
         count, length = part.require_native().geometry.num_state, part.num_elements
         memory = self._lanes.memory().take(4 * count * length, f"optimizer state of {part.block.name}")
-        state = self._states[part] = _State(memory, list(memory.view(torch.float32).view(count, length).unbind()), kept)
+        arrays = list(memory.view(torch.float32).view(count, length).unbind())
+        state = self._states[part] = _State(memory, arrays, [part.runs(array) for array in arrays], kept)
         return state
 
     def _bring(self, part: Part, state: _State) -> None:
@@ -244,26 +243,34 @@ def _host_run(part: Part) -> Tensor:
     return tensor_at(part.require_native(), address, num_bytes, torch.uint8)
 
 
-def _chunks(runs: Sequence[tuple[int, Tensor]], *, whole: bool) -> Iterator[list[tuple[int, Tensor]]]:
-    """Runs (first element, gradient) for each call: fp32 gradients whole, others in chunks."""
-    chunk: list[tuple[int, Tensor]] = []
+def _by_numbers(rows: Sequence[Row]) -> Iterable[tuple[Hyper, Sequence[Row]]]:
+    """The rows with the same hyper-parameters, together."""
+    first = rows[0][1]
+    if all(hyper is first for _, hyper, _ in rows):  # as in nearly all parts
+        return [(first, rows)]
+    by_numbers: dict[Hyper, list[Row]] = {}
+    for row in rows:
+        by_numbers.setdefault(row[1], []).append(row)
+    return by_numbers.items()
+
+
+def _chunks(runs: _Runs, grads: list[Tensor], *, whole: bool) -> Iterator[tuple[_Runs, list[Tensor]]]:
+    """The runs and gradients of each call: fp32 gradients whole, others in chunks."""
+    if whole and all(grad.dtype is torch.float32 for grad in grads):
+        yield runs, grads
+        return
+    cut: tuple[_Runs, list[Tensor]] = ([[] for _ in runs], [])
     left = _CHUNK_ELEMENTS
-    for start, grad in runs:
-        if whole and grad.dtype == torch.float32:
-            chunk.append((start, grad))
-            continue
-        for at in range(0, grad.numel(), _CHUNK_ELEMENTS):
-            piece = grad[at : at + _CHUNK_ELEMENTS]
-            if piece.numel() > left:
-                yield chunk
-                chunk, left = [], _CHUNK_ELEMENTS
-            chunk.append((start + at, piece))
-            left -= piece.numel()
-    if chunk:
-        yield chunk
-
-
-def _copy_runs(target: Tensor, source: Tensor, runs: Iterable[tuple[int, int]]) -> None:
-    """Copies runs (first element, length); rounds to nearest even."""
-    bounds = [slice(start, start + length) for start, length in runs]
-    torch._foreach_copy_([target[b] for b in bounds], [source[b] for b in bounds])
+    for *row, grad in zip(*runs, grads, strict=True):
+        stays = whole and grad.dtype is torch.float32
+        for at in range(0, grad.numel(), grad.numel() if stays else _CHUNK_ELEMENTS):
+            piece = grad if stays else grad[at : at + _CHUNK_ELEMENTS]
+            if not stays and piece.numel() > left:
+                yield cut
+                cut, left = ([[] for _ in runs], []), _CHUNK_ELEMENTS
+            for pieces, run in zip(cut[0], row, strict=True):
+                pieces.append(run[at : at + piece.numel()])
+            cut[1].append(piece)
+            left -= 0 if stays else piece.numel()
+    if cut[1]:
+        yield cut

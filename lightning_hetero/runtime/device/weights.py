@@ -13,7 +13,7 @@ and after user code wrote to an open parameter, as version counters show. The ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class _Place(NamedTuple):
     """A run of device memory as a part lies in it."""
 
     flat: Tensor  # as one run of the part's dtype
+    runs: Sequence[Tensor]  # the parameters, flat
     views: list[Tensor]  # the parameters, each with its own storage, as ``torch.save`` needs
     addresses: list[int]  # of these
 
@@ -46,6 +47,7 @@ class _Place(NamedTuple):
 class _Copy:
     memory: Tensor  # the run, as bytes
     flat: Tensor
+    runs: Sequence[Tensor]
     views: list[Tensor]  # the parameters as they lie there
     addresses: list[int]  # of these
     kept: bool  # it stays there
@@ -223,15 +225,22 @@ class DeviceWeights:
         copy.newer, copy.outdated, copy.versions = True, False, own_versions(part)
 
     def flat(self, part: Part) -> Tensor:
-        """The part's device memory as one run of its dtype.
+        """The part's device memory as one run of its dtype; raises as :meth:`runs` does."""
+        return self._present(part).flat
+
+    def runs(self, part: Part) -> Sequence[Tensor]:
+        """The parameters in the part's device memory, each flat.
 
         Raises:
             OffloadedAccessError: The weights are not on the device.
         """
+        return self._present(part).runs
+
+    def _present(self, part: Part) -> _Copy:
         copy = self._copies.get(part)
         if copy is None:
             raise OffloadedAccessError(absent(part, 0, self._lanes.device))
-        return copy.flat
+        return copy
 
     # ---- handles (``runtime.tensor_sources``) ---------------------------------------------------
 
@@ -284,9 +293,9 @@ class DeviceWeights:
                 places.clear()
             flat = memory.view(part.dtype)
             with torch.inference_mode(False):  # a block that is bound during validation is trained later
-                own = (dlpack.from_dlpack(torch._C._to_dlpack(run)) for run in part.runs(flat))
-                views = [part.shaped(i, run) for i, run in enumerate(own)]
-                place = places[address] = _Place(flat, views, [view.data_ptr() for view in views])
+                runs = [dlpack.from_dlpack(torch._C._to_dlpack(run)) for run in part.runs(flat)]
+                views = [part.shaped(i, run) for i, run in enumerate(runs)]
+                place = places[address] = _Place(flat, runs, views, [view.data_ptr() for view in views])
         return place
 
     def _free(self, part: Part) -> None:
