@@ -38,6 +38,12 @@ class Failures:
             self.first = error
 
 
+def _locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class QueuedOp:
     """An op on its way through its lane, and its end as an event."""
@@ -56,7 +62,8 @@ class QueuedOp:
     tickets: tuple[Ticket, ...] = ()
     error: BaseException | None = None  # its own, or that of an op that it depends on
     _ended_s: float = 0.0
-    _returned: threading.Event = field(default_factory=threading.Event)
+    _has_returned: bool = False
+    _running: threading.Lock = field(default_factory=_locked)  # until ``run`` has returned; made faster than an event
     _tickets: tuple[Ticket, ...] = ()
     _traceback: TracebackType | None = None
 
@@ -74,14 +81,17 @@ class QueuedOp:
         finally:
             self._ended_s = now_s()
             del self.run, self.after  # they may hold large things
-            self._returned.set()
+            self._has_returned = True
+            self._running.release()
 
     def handed(self) -> None:
         """Blocks until ``run`` has returned."""
-        if not self._returned.is_set():
+        if not self._has_returned:
             self.failures.owner.check("the device's lane")
-            self._returned.wait()
-        self._check()
+            with self._running:
+                pass
+        if self.error is not None:
+            self._check()
 
     def issued(self) -> None:
         """Blocks until ``run`` has returned and its tickets have passed; streams may still work."""
@@ -101,9 +111,10 @@ class QueuedOp:
 
     def done(self) -> bool:
         """Whether the op has ended."""
-        if not self._returned.is_set():
+        if not self._has_returned:
             return False
-        self._check()
+        if self.error is not None:
+            self._check()
         if self._tickets:
             what = passed_at(self.op)
             if what and not all(self._guarded(ticket.poll) >= what for ticket in self._tickets):

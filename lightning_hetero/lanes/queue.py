@@ -20,7 +20,7 @@ from lightning_hetero.lanes.memory import DeviceArena
 from lightning_hetero.lanes.op import QueuedOp
 
 _JOIN_S = 30.0  # for all threads together; only an op that hangs in foreign code takes longer
-_TIDY = 8  # ended ops that a submission forgets; more than the one that it adds
+_TIDY = 8  # so many submissions later, ops that have ended are forgotten
 
 
 class Queue:
@@ -91,10 +91,9 @@ class QueuedLanes(Lanes):
         if self.observer is not None:
             queued.is_observed = True
             self.observer(queued)
-        for _ in range(_TIDY):
-            if not self._submitted or not self._submitted[0].ended():
-                break
-            self._submitted.popleft()
+        if not self._number % _TIDY:
+            while self._submitted and self._submitted[0].ended():
+                self._submitted.popleft()
         with self._lock:
             if self._failures.closing.is_set():
                 raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) was not taken: the lanes are closed. Create new ones.")
@@ -122,10 +121,12 @@ class QueuedLanes(Lanes):
         """Runs the op; :meth:`_current` finds it meanwhile."""
         outer, self._local.op = self._current(), queued
         queued.started_s = queued.started_s or now_s()
+        with_gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
         try:
-            with torch.no_grad():
-                return tuple(queued.run())
+            return tuple(queued.run())
         finally:
+            torch._C._set_grad_enabled(with_gradients)
             self._local.op = outer
 
     def _current(self) -> QueuedOp | None:

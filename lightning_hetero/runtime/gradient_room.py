@@ -21,7 +21,11 @@ from lightning_hetero.runtime.context import Run
 from lightning_hetero.runtime.process_memory import WORTH_IT
 from lightning_hetero.runtime.residency import HostWeights
 from lightning_hetero.store.live.blocks import Block
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import MIB, format_bytes
+
+_UNSEEN_BYTES = 1 * MIB
+"""With gradients on a device, so many come until the host's memory is looked at again: that takes
+microseconds."""
 
 
 class GradientRoom:
@@ -31,10 +35,13 @@ class GradientRoom:
         self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
         self._holds_activations = run.side is None  # the host's memory does
         self._any_time = {b.index for b in run.blocks if b.spec.pinned and b.rest is None}
+        self._sized, self._coming = weights.model, dict[int, int]()  # a model, and the gradients that come with its blocks
+        self._unseen_bytes = 0  # gradients since the process's memory was looked at
         self._sum_bytes: int | None = None  # the largest gradient of a pinned block that is a sum; None: not known yet
 
     def forward_begins(self) -> None:
         """Checks the budget as a batch begins."""
+        self._unseen_bytes = _UNSEEN_BYTES
         self._heap.forward_begins(self._weights.coming_bytes())
 
     def backward_begins(self, loss: Tensor | None) -> None:
@@ -46,7 +53,10 @@ class GradientRoom:
     def make_room(self, block: Block) -> None:
         """The backward of a block begins: gives free memory back if its gradients may not fit."""
         coming_bytes = self._gradients_coming(block)
-        self._heap.check(coming_bytes)
+        self._unseen_bytes += coming_bytes
+        if self._holds_activations or self._unseen_bytes >= _UNSEEN_BYTES:
+            self._unseen_bytes = 0
+            self._heap.check(coming_bytes)
         if self._holds_activations:
             self._refuse(self._heap.missing(coming_bytes), "backward", block)
 
@@ -76,8 +86,15 @@ class GradientRoom:
 
     def _gradients_coming(self, block: Block) -> int:
         """Bytes of gradients until the next block; those of pinned blocks come at any time."""
-        sizes, here = self._weights.model.blocks, [block] if block.trained is None else [block, block.trained]
-        return sum(sizes[index].gradient_bytes for index in self._any_time.union(b.index for b in here))
+        model = self._weights.model
+        if model is not self._sized:
+            self._sized, self._coming = model, {}
+        coming = self._coming.get(block.index)
+        if coming is None:
+            here = [block] if block.trained is None else [block, block.trained]
+            rows = self._any_time.union(b.index for b in here)
+            coming = self._coming[block.index] = sum(model.blocks[index].gradient_bytes for index in rows)
+        return coming
 
 
 def largest_sum(loss: Tensor, params: Iterable[nn.Parameter]) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -62,6 +62,28 @@ class _Stay:
     after: tuple[str, ...]
 
 
+class _Wait:
+    """Compute is in the runtime. Not a generator, because each anchor makes one."""
+
+    __slots__ = ("_begin", "_name", "_recorder", "_start_s")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        recorder.catch_up()
+        self._start_s = now_s()
+        self._begin = recorder.now("") if recorder.enabled else None
+
+    def __exit__(self, *_: object) -> None:
+        recorder = self._recorder
+        recorder.waited_s += now_s() - self._start_s
+        if self._begin is not None:
+            recorder._stays.append(_Stay(recorder.step, self._name, self._begin, recorder.now(self._name), recorder.needs))
+            recorder.needs = ()
+
+
 @dataclass(eq=False, repr=False)
 class Recorder:
     """Collects spans while ``enabled``."""
@@ -82,19 +104,9 @@ class Recorder:
     _last_order: int = 0  # of the step that has just ended
     _late: bool = False
 
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def waiting(self, name: str) -> AbstractContextManager[None]:
         """Records the time that compute spends in the runtime at an anchor as a wait."""
-        self.catch_up()
-        start_s = now_s()
-        begin = self.now("") if self.enabled else None
-        try:
-            yield
-        finally:
-            self.waited_s += now_s() - start_s
-            if begin is not None:
-                self._stays.append(_Stay(self.step, name, begin, self.now(name), self.needs))
-                self.needs = ()
+        return _Wait(self, name)
 
     def leave(self) -> None:
         """The compute of the last anchor has ended."""

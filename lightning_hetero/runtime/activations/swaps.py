@@ -65,6 +65,8 @@ class Swapper:
 
     def call_due(self) -> None:
         """Calls the functions of :meth:`afterwards` whose events have passed. Thread-safe."""
+        if not self._afterwards:  # as at nearly all anchors
+            return
         with self._lock:
             rows = [(_passed(event), event, action) for event, action in self._afterwards]
             self._afterwards = deque((event, action) for passed, event, action in rows if not passed)
@@ -79,6 +81,8 @@ class Swapper:
     def sweep(self, waited: Sequence[Event] = ()) -> None:
         """Releases memory of storages that have left the device; compute ``waited`` for some."""
         self.call_due()
+        if not self._leaving:
+            return
         still = []
         for ref in self._leaving:
             swap = ref()
