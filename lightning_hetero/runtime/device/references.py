@@ -22,13 +22,21 @@ class BoundWeights:
     """The memory to which parameters are bound, by address.
 
     ``memory`` returns the bytes from a parameter's first one on, in the memory that its part is
-    bound to; it raises ``OffloadedAccessError`` if there is none.
+    bound to, and ``whole`` the parameter there, which it need not make. Both raise
+    ``OffloadedAccessError`` if there is none.
     """
 
-    def __init__(self, device: torch.device, memory: Callable[[Part, int], Tensor]) -> None:
-        self._device, self._memory = device, memory
+    def __init__(
+        self,
+        device: torch.device,
+        memory: Callable[[Part, int], Tensor],
+        whole: Callable[[Part, int], Tensor] | None = None,
+    ) -> None:
+        self.memory, self.whole = memory, whole
+        self._device = device
         self._begins: list[int] = []  # the first addresses of runs, sorted
         self._runs: list[tuple[int, Part]] = []  # their lengths and parts, in the same order
+        self._views: dict[tuple[Part, int], View] = {}  # the latest one that begins at this byte of its part
         self._references: dict[int, WeightRef] = {}  # the latest one by the address of its tensor
 
     def add(self, part: Part, memory: Tensor) -> None:
@@ -48,53 +56,80 @@ class BoundWeights:
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
         """A reference to a tensor in bound memory, see [Note: Saved weights]; else ``None``."""
-        if tensor.layout is not torch.strided or tensor.device != self._device or not self._begins or not tensor.numel():
+        if not self._begins or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         try:
-            address = tensor.data_ptr()
+            address = tensor.data_ptr()  # 0 without elements
         except RuntimeError:  # tensors without memory: wrappers, fake tensors
             return None
         known = self._references.get(address)
         if known is not None and known.is_of(tensor):
             return known
         place = bisect_right(self._begins, address) - 1
-        if place < 0 or address >= self._begins[place] + self._runs[place][0]:
+        if place < 0 or address >= self._begins[place] + self._runs[place][0] or not tensor.numel():
             return None
-        begin, part = self._begins[place], self._runs[place][1]
-        index = bisect_right(part.offsets, (address - begin) // part.dtype.itemsize) - 1
-        start = begin + part.offsets[index] * part.dtype.itemsize
-        found = self._references[address] = WeightRef(
-            self._memory, part, index, tensor.dtype, (address - start) // tensor.dtype.itemsize, tensor.size(), tensor.stride(),
-            tensor.is_conj(), tensor.is_neg(), part.params[index]._version,
-        )  # fmt: skip
+        part, start = self._runs[place][1], address - self._begins[place]
+        view = self._views.get((part, start))
+        if view is None or not view.is_of(tensor):
+            view = self._views[part, start] = _view(part, start, tensor)
+        found = self._references[address] = WeightRef(self, view, part.params[view.index]._version)
         return found
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
-class WeightRef:
-    """A view of a parameter that autograd saved, without its memory."""
+class View:
+    """A view of a parameter, wherever that lies."""
 
-    memory: Callable[[Part, int], Tensor]  # as for :class:`BoundWeights`
     part: Part
     index: int  # the parameter's position in it
     dtype: torch.dtype
-    offset: int  # the view's first element, in elements of ``dtype`` from the start of the parameter
+    offset: int  # its first element, in elements of ``dtype`` from the start of the parameter
     size: torch.Size
     stride: tuple[int, ...]  # in elements
     conjugate: bool  # lazily
     negative: bool  # lazily
-    version: int  # the parameter's version counter when it was saved
+    is_whole: bool = False  # it is the parameter
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor at the same address is this view."""
+        same = self.size == tensor.size() and self.stride == tensor.stride() and self.dtype is tensor.dtype
+        return same and tensor.is_conj() is self.conjugate and tensor.is_neg() is self.negative
+
+    def over(self, memory: Tensor) -> Tensor:
+        """The view in the bytes from the parameter's first one on."""
+        run = memory.view(self.dtype)
+        view = run.as_strided(self.size, self.stride, run.storage_offset() + self.offset)
+        view = view.conj() if self.conjugate else view
+        return torch._neg_view(view) if self.negative else view
+
+
+class WeightRef:
+    """A view of a parameter that autograd saved, without its memory."""
+
+    __slots__ = ("_bound", "_view", "version")
+
+    def __init__(self, bound: BoundWeights, view: View, version: int) -> None:
+        self._bound, self._view = bound, view
+        self.version = version  # the parameter's version counter when it was saved
+
+    @property
+    def part(self) -> Part:
+        """The part of the parameter."""
+        return self._view.part
+
+    @property
+    def index(self) -> int:
+        """The parameter's position in its part."""
+        return self._view.index
 
     @property
     def param(self) -> nn.Parameter:
         """The parameter."""
-        return self.part.params[self.index]
+        return self._view.part.params[self._view.index]
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether it refers to a tensor at the same address, which is no other view."""
-        same = self.size == tensor.size() and self.stride == tensor.stride() and self.dtype is tensor.dtype
-        lazy = tensor.is_conj() is self.conjugate and tensor.is_neg() is self.negative
-        return same and lazy and self.part.params[self.index]._version == self.version
+        return self._view.is_of(tensor) and self.param._version == self.version
 
     def view(self) -> Tensor:
         """The view, in the memory that is bound now.
@@ -103,17 +138,28 @@ class WeightRef:
             OffloadedAccessError: The block's weights are not on the device.
             RuntimeError: The parameter was changed in place since, as autograd itself would raise.
         """
-        version = self.part.params[self.index]._version
+        view, bound = self._view, self._bound
+        version = view.part.params[view.index]._version
         if version != self.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.part.names[self.index]!r} is at version {version}; expected version {self.version} instead. "
+                f"{view.part.names[view.index]!r} is at version {version}; expected version {self.version} instead. "
                 f"Change weights after backward, and compute a new graph after optimizer.step()."
             )
-        run = self.memory(self.part, self.index).view(self.dtype)
-        view = run.as_strided(self.size, self.stride, run.storage_offset() + self.offset)
-        view = view.conj() if self.conjugate else view
-        return torch._neg_view(view) if self.negative else view
+        if view.is_whole and bound.whole is not None:
+            return bound.whole(view.part, view.index)
+        return view.over(bound.memory(view.part, view.index))
+
+
+def _view(part: Part, start: int, tensor: Tensor) -> View:
+    """A tensor that begins at a byte of a part's memory as a view of one of its parameters."""
+    index = bisect_right(part.offsets, start // part.dtype.itemsize) - 1
+    offset = (start - part.offsets[index] * part.dtype.itemsize) // tensor.dtype.itemsize
+    view = View(part, index, tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    layout = part.layouts[index]
+    plain = not (offset or view.conjugate or view.negative) and view.dtype is part.dtype
+    view.is_whole = plain and view.size == layout.shape and view.stride == layout.stride
+    return view
 
 
 def absent(part: Part, index: int, device: torch.device) -> str:

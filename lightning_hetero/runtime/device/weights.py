@@ -65,7 +65,7 @@ class DeviceWeights:
         self._lanes = lanes
         self._copies: dict[Part, _Copy] = {}
         self._places: dict[Part, dict[int, _Place]] = {}  # where it was lately, by address; until it leaves the device
-        self._bound = BoundWeights(lanes.device, self.bytes_from)
+        self._bound = BoundWeights(lanes.device, self.bytes_from, self.view_of)
         self.reference = self._bound.reference  # what autograd saves for a tensor in open weights
 
     # ---- a session's begin and end ---------------------------------------------------------------
@@ -77,7 +77,7 @@ class DeviceWeights:
             if not block.weights_on_disk:
                 self._lanes.page_lock(part.run)
             run = memory.take(_num_bytes(part), f"weights of {block.name}")
-            _assign(part, self._place(part, run).views)
+            _assign_all(part, self._place(part, run).views)
             memory.give(run)
 
     def bind_resident(self, block: Block, *, host_copy: bool) -> None:
@@ -111,7 +111,7 @@ class DeviceWeights:
             self._free(part)
             self._places.pop(part, None)
             self._lanes.page_unlock(part.run)  # its next plan may give the pages back
-            _assign(part, [part.memory(i) for i in range(len(part.params))])
+            _assign_all(part, [part.memory(i) for i in range(len(part.params))])
 
     # ---- ops -------------------------------------------------------------------------------------
 
@@ -271,10 +271,17 @@ class DeviceWeights:
         Raises:
             OffloadedAccessError: The weights are not on the device.
         """
+        return self._bound_copy(part, index).memory[part.offsets[index] * part.dtype.itemsize :]
+
+    def view_of(self, part: Part, index: int) -> Tensor:
+        """A parameter in the bound device memory; raises as :meth:`bytes_from` does."""
+        return self._bound_copy(part, index).views[index]
+
+    def _bound_copy(self, part: Part, index: int) -> _Copy:
         copy = self._copies.get(part)
         if copy is None or not copy.bound:
             raise OffloadedAccessError(absent(part, index, self._lanes.device))
-        return copy.memory[part.offsets[index] * part.dtype.itemsize :]
+        return copy
 
     def _copies_of(self, block: Block) -> list[_Copy]:
         """The block's copies now; a RELEASE under way may remove them at any moment."""
@@ -305,7 +312,7 @@ class DeviceWeights:
 
     def _bind(self, part: Part, copy: _Copy) -> None:
         if not copy.bound:
-            _assign(part, copy.views)
+            _assign(part, copy)
             self._bound.add(part, copy.memory)
             copy.bound = True
 
@@ -340,7 +347,15 @@ def _num_bytes(part: Part) -> int:
     return part.num_elements * part.dtype.itemsize
 
 
-def _assign(part: Part, views: Iterable[Tensor]) -> None:
+def _assign(part: Part, copy: _Copy) -> None:
+    """Makes the parameters views of a copy, unless they still are: often it is where it was."""
     with torch._C.DisableTorchFunctionSubclass():  # a handle would not allow it
+        for param, view, address in zip(part.params, copy.views, copy.addresses, strict=True):
+            if param.data_ptr() != address:
+                set_data(param, view)
+
+
+def _assign_all(part: Part, views: Iterable[Tensor]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
         for param, view in zip(part.params, views, strict=True):
             set_data(param, view)

@@ -237,9 +237,6 @@ class Parameters:
                 self.free(part)
         block.uses += 1
         restore(block.params())
-        if block.uses == 1:
-            for part in block.parts:
-                part.versions = versions(part)
 
     def changed(self, block: Block) -> list[Part]:
         """The parts whose weights the use that ends has changed."""

@@ -11,6 +11,7 @@ from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moved_weights import bring_back_all
 
 
@@ -62,6 +63,9 @@ class HostResidency(Residency):
     def open(self, block: Block) -> None:
         """A use of the block begins: its parameters are ordinary tensors."""
         self.parameters.open(block)
+        if block.uses == 1:
+            for part in block.parts:
+                part.versions = versions(part)
 
     def provide(self, block: Block) -> None:
         """Brings weights into host memory, now."""
