@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.scripts import output_of, result_of
 
-STEPS, ROUNDS = 60, 6
+STEPS, ROUNDS = 30, 4
 ON_DISK = ("model.blocks.",)
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("transformers", reason="the examples need transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIGS = sorted((EXAMPLES / "configs").glob("finetune_*.yaml"))
 PACKAGE_ROOT = str(Path(lightning_hetero.__file__).parents[1])
-SHORT_RUN = ["--steps", "12", "--lr", "1e-3", "--seq-len", "64"]
+SHORT_RUN = ["--steps", "6", "--lr", "2e-3", "--seq-len", "32"]
 
 
 def run(script: str, *arguments: str | Path, cwd: Path) -> str:

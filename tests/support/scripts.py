@@ -28,6 +28,7 @@ PRELOADED = (
     "pytorch_lightning",
     "lightning_hetero.planners.holistic",
     "transformers",
+    "peft",  # a second, and a dozen scripts train adapters
     "torch.distributed.pipelining",
     "lightning_hetero.parallel.elastic",  # and what several ranks import: each of them would
     "lightning_hetero.parallel.strategies.hetero_parallel_fsdp",
