@@ -266,7 +266,9 @@ class Executor:
             self._reach(Phase.BACKWARD, block)
             if self._is_last_backward(block):
                 self._room.give_way(block)
-            if self.device is None:  # a ticket holds its gradients until somebody asks whether it is done
+            if self.device is not None:
+                self.device.gradients.give_back(block)
+            else:  # a ticket holds its gradients until somebody asks whether it is done
                 self.handlers.look_at_updates()
             self._in_backward_of = block
             self.residency.open(block)
@@ -314,22 +316,18 @@ class Executor:
             end.handed()
 
     def changed_early(self, what: str) -> None:
-        """Code changes before the verdict what updates may have read: they are taken back.
-
-        Raises:
-            UnsupportedError: An update has begun that cannot be taken back.
-        """
+        """Code changes before the verdict what updates may have read: see :meth:`take_back`."""
         self.take_back(TOO_LATE.format(what=what))
 
     def backward_starts(self, loss: Tensor | None = None) -> None:
         """Backward, from ``loss``, will write gradients: waits until nothing reads the old ones.
 
-        Gradients of an earlier batch that a device has exposed become ordinary gradients.
+        Gradients of an earlier batch that a device has exposed become ordinary ones.
         """
         self.batch.in_backward, self._at = True, None
         if self.device is not None:
             loss = None
-            self.device.gradients.conceal()
+            self.device.gradients.begin_backward(self.blocks)
         with self.recorder.waiting("backward"):
             if self.device is None:
                 self.handlers.wait_updates()

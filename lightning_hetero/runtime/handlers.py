@@ -422,7 +422,7 @@ class Handlers:
         if early and binding is not None and self._speculation.is_wanted(block, binding):
             mine = [p for p in block.params() if p.grad is not None and self._updater.owners.get(id(p)) is binding]
             self._speculation.leave(block, mine, binding, whole=gradients.ids().isdisjoint(map(id, block.params())))
-        run = gradients.take(block)
+        run = gradients.take(block, shown=binding is None or self.all_wait)
         self._marked = -1, All(())  # compute may have more to do since the last mark, such as norms
         return run
 

@@ -48,6 +48,7 @@ class HostGradients:
         self._buffers: dict[tuple[Part, torch.dtype], Buffer] = {}
         self._leaving: list[Buffer] = []  # of updates that were not READY when last polled
         self._sent: dict[int, Event] = {}  # by the block's index: its last GRAD
+        self._hooked: set[int] = set()  # blocks, by index, whose sums hooks see in the backward under way
         self._waited = False  # updates of the last batch waited for all gradients
         self._lock = Lock()
 
@@ -63,10 +64,12 @@ class HostGradients:
     # ---- GRAD ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, block: Block) -> Callable[[], list[Ticket]]:
+    def take(self, block: Block, *, shown: bool = False) -> Callable[[], list[Ticket]]:
         """GRAD: takes the gradients of the block's backward, and leaves ``param.grad = None``.
 
         The op of its run waits for a mark, and for the update whose memory it takes.
+
+        ``shown``: no update follows in this backward, whose hooks may use them as ``param.grad``.
         """
         arrivals: list[_Arrivals] = []
         for part in block.parts:
@@ -81,8 +84,12 @@ class HostGradients:
                         continue
                     if grad.numel():  # without elements it stays where clipping counts it
                         param.grad = None
+                        if (held := self._held.get(id(param))) is not None and held.exposed:  # a hook has replaced it
+                            self._drop(held)
                         of_part[grad.dtype].append((index, grad))
             arrivals += [self._take_part(part, rows) for rows in of_part.values()]
+        for held, _ in chain.from_iterable(arrivals) if shown else ():
+            self._show(held)
         return partial(self._receive, arrivals)
 
     def sent(self, block: Block, event: Event) -> None:
@@ -225,11 +232,44 @@ class HostGradients:
         """After backward or a verdict: ``param.grad`` shows the gradients on the host."""
         for held in list(self._held.values()):  # updates on the CPU may take some meanwhile
             with torch._C.DisableTorchFunctionSubclass():
+                is_none = held.param.grad is None
+            if is_none and held.exposed:  # a hook has dropped it in backward
+                self._drop(held)
+            elif is_none:
+                self._show(held)
+
+    def _show(self, held: Held) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            param = held.param
+            param.grad = HostGradient(GradientSource(held, self.wait), stride=param.stride(), device=param.device)
+            held.exposed = True
+
+    def begin_backward(self, blocks: Iterable[Block]) -> None:
+        """Before a backward adds to gradients: see :meth:`conceal`.
+
+        Hooks of parameters and of modules see sums in PyTorch. So sums of blocks with hooks go back
+        to the device before the block's backward.
+        """
+        self.conceal()
+        self._hooked = {block.index for block in blocks if self._held and _has_hooks(block)}
+        for block in blocks:
+            if block.spec.pinned:  # its backward has no anchor
+                self.give_back(block)
+
+    @torch.no_grad()
+    def give_back(self, block: Block) -> None:
+        """The block's backward begins: if it has hooks, its sums become gradients on the device."""
+        if block.index not in self._hooked:
+            return
+        self._hooked.discard(block.index)
+        for held in [self._held[id(p)] for p in block.params() if id(p) in self._held]:
+            self.wait(block)
+            with torch._C.DisableTorchFunctionSubclass():
                 param = held.param
-                if param.grad is None:
-                    source = GradientSource(held, self.wait)
-                    param.grad = HostGradient(source, stride=param.stride(), device=param.device)
-                    held.exposed = True
+                total = torch.empty_strided(param.shape, param.stride(), dtype=held.dtype, device=param.device)
+                total.copy_(held.value())
+                param.grad = total if param.grad is None else total.add_(param.grad)
+            self._drop(held)
 
     @torch.no_grad()
     def conceal(self) -> None:
@@ -337,3 +377,11 @@ def grads_of(part: Part) -> list[Tensor | None]:
 def _arranged(layout: RunLayout, grad: Tensor) -> Tensor:
     """A gradient in the parameter's memory order."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _has_hooks(block: Block) -> bool:
+    """Whether code sees the block's gradients in backward, beside the runtime's own hook."""
+    if any(module._backward_hooks or module._backward_pre_hooks for module in block.spec.module.modules()):
+        return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in block.params())

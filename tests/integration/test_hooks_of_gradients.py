@@ -1,0 +1,135 @@
+"""Code of the user works on gradients during a backward, on a device that they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
+from support.plain_loops import Run, adamw, assert_equal, plans
+from support.plain_loops import outcome as outcome_of
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+import lightning_hetero
+from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+
+ACCUMULATING = Recipe(shape=Shape(layers=3), accumulate=2, steps=3)
+
+
+def clamp(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.clamp_(-0.01, 0.01)
+
+
+def after_each_sum(model: nn.Module) -> list[Any]:
+    return [p.register_post_accumulate_grad_hook(clamp) for p in model.parameters()]
+
+
+def in_place_of_each_sum(model: nn.Module) -> list[Any]:
+    def replace(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad = param.grad * 0.5
+
+    return [p.register_post_accumulate_grad_hook(replace) for p in model.parameters()]
+
+
+def away_from_sums(model: nn.Module) -> list[Any]:
+    """The hook keeps what it takes away."""
+    sums: dict[Tensor, Tensor] = {}
+
+    def take(param: Tensor) -> None:
+        if param.grad is not None:
+            sums[param] = sums.get(param, torch.zeros(())) + param.grad
+            param.grad = None if len(sums) % 2 else sums[param]
+
+    return [p.register_post_accumulate_grad_hook(take) for p in model.parameters()]
+
+
+def after_modules(model: nn.Module) -> list[Any]:
+    def hook(module: nn.Module, *_: Any) -> None:
+        for param in module.parameters():
+            clamp(param)
+
+    return [m.register_full_backward_hook(hook) for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+@pytest.mark.parametrize("hooks", [after_each_sum, in_place_of_each_sum, away_from_sums, after_modules])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_hooks_see_the_sums_of_micro_batches(hooks: Callable[[nn.Module], list[Any]], overlap: Any, tmp_path: Path) -> None:
+    def loop(run: Run) -> None:
+        handles = hooks(run.model)
+        for number, batch in enumerate(run.batches(6)):
+            run.backward(batch)
+            if number % 2:
+                run.optimizer.step()
+                run.optimizer.zero_grad(set_to_none=number == 3)
+        for handle in handles:
+            handle.remove()
+
+    options = plans(tmp_path)["device"]
+    offloaded = outcome_of(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, overlap=overlap, **options), Shape())
+    assert_equal(outcome_of(loop, adamw, None, Shape()), offloaded)
+
+
+class Clipping(LitModel):
+    """Lightning's hook for a backward of one's own, which goes on after it."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class Late(LitModel):
+    """In the backward of the first block, it changes gradients of the last one."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        def change(_: Tensor) -> None:
+            for param in self.model.blocks[2].parameters():
+                if param.grad is not None:
+                    param.grad = param.grad * 0.5 if param.ndim > 1 else None
+
+        def watch(module: Any, args: Any, output: Tensor) -> None:
+            output.register_hook(change)
+
+        hook = self.model.blocks[0].register_forward_hook(watch)
+        loss = super().training_step(batch, batch_idx)
+        hook.remove()
+        return loss
+
+    def on_after_backward(self) -> None:
+        """Updates wait for it."""
+
+
+class AtTheEnd(LitModel):
+    """Autograd calls it back as a backward ends."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+
+        def end() -> None:
+            for param in self.model.blocks.parameters():
+                clamp(param)
+
+        loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
+        return loss
+
+    def on_after_backward(self) -> None:
+        """Updates wait for it."""
+
+
+@pytest.mark.parametrize("kind", [Clipping, Late, AtTheEnd])
+@pytest.mark.parametrize("recipe", [Recipe(shape=Shape(layers=3)), ACCUMULATING], ids=["each", "accumulating"])
+def test_code_in_backward_finds_gradients_that_have_left(kind: type[LitModel], recipe: Recipe, tmp_path: Path) -> None:
+    def fit(strategy: Any) -> Any:
+        torch.manual_seed(7)
+        module = kind(recipe)
+        options: dict[str, Any] = {"accumulate_grad_batches": recipe.accumulate, "max_steps": recipe.steps}
+        trainer = quiet_trainer(strategy=strategy, limit_val_batches=0, default_root_dir=tmp_path, **options)
+        trainer.fit(module, data())
+        return outcome(trainer, module)
+
+    assert_same(fit("auto"), fit(HeteroOffloadStrategy(plan="host", device=EmulatedDevice("4MiB"))))
