@@ -230,8 +230,7 @@ class EmulatedLanes(QueuedLanes):
             for target, source in zip(targets, sources, strict=True):
                 self.copy(target, source)
             return
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+        torch._foreach_copy_(list(targets), list(sources))
         link.carry(sum(tensor.nbytes for tensor in (sources if op.op.lane is Lane.H2D else targets)))
 
     def host_buffer(self, num_bytes: int) -> Tensor:

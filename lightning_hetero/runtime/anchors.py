@@ -80,7 +80,7 @@ def observe_gradient(block: Block, param: nn.Parameter) -> RemovableHandle:
 
     def complete(_: Tensor) -> None:
         block.grads_left.discard(key)
-        if opened.weights_on_disk and not opened.uses:
+        if not opened.uses and opened.weights_on_disk:
             raise OffloadedAccessError(
                 f"block {opened.name!r} has its weights on disk, and a gradient in it was computed before any output of its "
                 f"forward had one: its forward must have left a tensor that reaches the loss in another way than being returned. "

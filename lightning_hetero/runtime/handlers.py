@@ -226,8 +226,9 @@ class Handlers:
 
     def gather(self, block: Block) -> None:
         """Backward has ended: adds the device's gradients to those on the host, if it has any."""
-        if self._side is not None and not self._side.gradients.ids().isdisjoint(map(id, block.params())):
-            self._take_rest(block, self._side)
+        side = self._side
+        if side is not None and (here := side.gradients.ids()) and not here.isdisjoint(map(id, block.params())):
+            self._take_rest(block, side)
 
     # ---- what they do ----------------------------------------------------------------------------
 

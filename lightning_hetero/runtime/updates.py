@@ -125,8 +125,10 @@ class Updater:
         """
         for part in block.parts:
             for name, param, grad in zip(part.names, part.params, grads_of(part), strict=True):
+                if grad is None or grad.layout is torch.strided:
+                    continue
                 owner = self.owners.get(id(param))
-                if grad is not None and owner is not None and owner.rule is not Rule.WHOLE:
+                if owner is not None and owner.rule is not Rule.WHOLE:
                     check_dense(name, grad)
 
     def work(self, block: Block, binding: OptimizerBinding) -> list[PartWork]:

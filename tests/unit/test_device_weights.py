@@ -22,6 +22,7 @@ from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.runtime.tensor_sources import WeightSource
 from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.geometry import own_versions
 from lightning_hetero.store.live.moved_weights import assign
 
 BELOW = BlockPlan(name="*", weights=Tier.HOST)
@@ -196,7 +197,7 @@ def test_weights_that_are_moved_around_a_copy_to_the_host_are_copied_again(net: 
     block = next(b for b in net.blocks if b.name == "linear")
     part = next(p for p in block.parts if "linear.weight" in p.names)
     bring(lanes, side, block)
-    side.weights.updated(part)
+    side.weights.updated(part, own_versions(part))
     move = partial(assign, part, part.names.index("linear.weight"), torch.full((5, 7), 0.5), stays=False, is_saved=True)
     if when == "before":
         move()

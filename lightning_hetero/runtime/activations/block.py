@@ -47,7 +47,7 @@ from lightning_hetero.runtime.activations.files import SwapFiles
 from lightning_hetero.runtime.activations.names import OperatorNames, ParameterAddresses, has_storage
 from lightning_hetero.runtime.activations.operators import Watch
 from lightning_hetero.runtime.activations.recompute import RecomputationError, Rerun, itself
-from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor
+from lightning_hetero.runtime.activations.saved import Packed, SavedStorage, SavedTensor, StayingTensor
 from lightning_hetero.runtime.activations.surroundings import Surroundings
 from lightning_hetero.runtime.activations.swaps import Swap, Swapper
 from lightning_hetero.runtime.anchors import tensors_in
@@ -292,7 +292,7 @@ class Use:
     """One forward of a block, and what it has saved. The tensors that it saved hold it."""
 
     def __init__(self, model: Activations, block: BlockActivations) -> None:
-        self._model, self._block = model, block
+        self._model, self._block, self._weights = model, block, model.weights
         self._device_type = model.lanes.device_type
         self._key = object()  # what owned storages name: they must not keep the use alive
         self._number = 0
@@ -354,7 +354,7 @@ class Use:
         number, self._number = self._number, self._number + 1
         casts = self._model.casts
         cast = casts.reference(tensor) if casts is not None and casts.entered else None
-        return cast or self._model.weights(tensor) or self._save(tensor, number)
+        return cast or self._weights(tensor) or self._save(tensor, number)
 
     def recompute(self) -> None:
         """Brings back the tensors that were dropped."""
@@ -369,7 +369,7 @@ class Use:
             return _Kept(tensor.detach())
         model, block = self._model, self._block
         if block.keeps and not (model.storages or model.lanes.counts):  # nothing needs to know its storage
-            return SavedTensor(None, block.name, number or 0, tensor.detach(), dropped=False)
+            return StayingTensor(block.name, number or 0, tensor.detach())
         storage = tensor.untyped_storage()
         known = model.known(storage)
         if known is not None and known.owner is not None and known.owner is not self._key:

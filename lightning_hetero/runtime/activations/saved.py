@@ -49,6 +49,29 @@ class TensorLayout(NamedTuple):
         return self.offset * self.dtype.itemsize, (self.offset + last + 1) * self.dtype.itemsize
 
 
+class StayingTensor:
+    """A saved tensor that nothing moves, drops or shares: as if autograd had kept it itself."""
+
+    __slots__ = ("_name", "_number", "_tensor", "_version")
+
+    def __init__(self, name: str, number: int, tensor: Tensor) -> None:
+        self._name, self._number = name, number  # as for :class:`SavedTensor`
+        self._tensor, self._version = tensor, tensor._version
+
+    def view(self) -> Tensor:
+        """The saved tensor; raises as :meth:`SavedTensor.view` does."""
+        if self._tensor._version != self._version:
+            raise _changed(self._name, self._number, self._tensor.size(), self._tensor.dtype)
+        return self._tensor
+
+
+def _changed(name: str, number: int, size: torch.Size, dtype: torch.dtype) -> ChangedInPlaceError:
+    return ChangedInPlaceError(
+        f"{name} saved a tensor {tuple(size)} {dtype} for backward (its number {number}) that was changed by an in-place operation "
+        f"afterwards. Use the out-of-place operation, or clone the tensor before."
+    )
+
+
 class SavedTensor:
     """One saved tensor, wherever its bytes are. Autograd holds it."""
 
@@ -95,11 +118,7 @@ class SavedTensor:
             elif self.recompute is not None:
                 self.recompute()
         if self.tensor is None or self.is_changed():
-            shape = tuple(self.layout.size)
-            raise ChangedInPlaceError(
-                f"{self.name} saved a tensor {shape} {self.layout.dtype} for backward (its number {self.number}) that was "
-                f"changed by an in-place operation afterwards. Use the out-of-place operation, or clone the tensor before."
-            )
+            raise _changed(self.name, self.number, self.layout.size, self.layout.dtype)
         return self.tensor
 
     def fill(self, tensor: Tensor) -> None:

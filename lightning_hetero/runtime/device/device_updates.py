@@ -157,7 +157,7 @@ class DeviceUpdates:
             state.arrays[0].copy_(self._weights.flat(part))
         for hyper, same in _by_numbers(rows):
             runs = [[array[i] for i, _, _ in same] for array in arrays]
-            grads = [grad.as_strided((grad.numel(),), (1,)) for _, _, grad in same]
+            grads = [grad if grad.stride() == (1,) else grad.as_strided((grad.numel(),), (1,)) for _, _, grad in same]
             for pieces in _chunks(runs, grads, whole=scale == 1.0):
                 self._step(hyper, *pieces, scale)
         if arrays[0] is not weights:  # rounds to nearest even
@@ -166,10 +166,10 @@ class DeviceUpdates:
         # Autograd raises if a graph still needs the old weights.
         torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
         part.master_versions = own_versions(part)
-        self._weights.updated(part)
+        self._weights.updated(part, part.master_versions)
 
     def _step(self, hyper: Hyper, runs: _Runs, grads: list[Tensor], scale: float) -> None:
-        grads = [grad.float() for grad in grads]
+        grads = [grad if grad.dtype is torch.float32 else grad.float() for grad in grads]
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
         fused: Function = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
@@ -246,7 +246,7 @@ def _host_run(part: Part) -> Tensor:
 def _by_numbers(rows: Sequence[Row]) -> Iterable[tuple[Hyper, Sequence[Row]]]:
     """The rows with the same hyper-parameters, together."""
     first = rows[0][1]
-    if all(hyper is first for _, hyper, _ in rows):  # as in nearly all parts
+    if all([hyper is first for _, hyper, _ in rows]):  # as in nearly all parts  # noqa: C419  # one call, not one each
         return [(first, rows)]
     by_numbers: dict[Hyper, list[Row]] = {}
     for row in rows:
@@ -256,7 +256,7 @@ def _by_numbers(rows: Sequence[Row]) -> Iterable[tuple[Hyper, Sequence[Row]]]:
 
 def _chunks(runs: _Runs, grads: list[Tensor], *, whole: bool) -> Iterator[tuple[_Runs, list[Tensor]]]:
     """The runs and gradients of each call: fp32 gradients whole, others in chunks."""
-    if whole and all(grad.dtype is torch.float32 for grad in grads):
+    if whole and all([grad.dtype is torch.float32 for grad in grads]):  # noqa: C419  # as above
         yield runs, grads
         return
     cut: tuple[_Runs, list[Tensor]] = ([[] for _ in runs], [])

@@ -219,10 +219,13 @@ class DeviceWeights:
         if copy is not None:
             copy.outdated, copy.newer, copy.versions = True, False, own_versions(part)
 
-    def updated(self, part: Part) -> None:
-        """Compute has an update on the device: the device has newer weights than the host."""
+    def updated(self, part: Part, seen: int) -> None:
+        """Compute has an update on the device: the device has newer weights than the host.
+
+        ``seen``: the part's version counters (``own_versions``) after it.
+        """
         copy = self._copies[part]
-        copy.newer, copy.outdated, copy.versions = True, False, own_versions(part)
+        copy.newer, copy.outdated, copy.versions = True, False, seen
 
     def flat(self, part: Part) -> Tensor:
         """The part's device memory as one run of its dtype; raises as :meth:`runs` does."""
