@@ -47,9 +47,10 @@ class ReadEarly:
             for key, value in before.items():
                 if key != "params" and not _is_same(group.get(key), value):
                     return f"{key!r} of {type(binding.optimizer).__name__}"
-        for owner, part, indices, numbers in self._read:
-            if owner is binding and numbers and binding.has_other_state(part, indices, numbers):
-                return f"optimizer state of block {part.block.name!r}"
+        mine = ((part, indices, numbers) for owner, part, indices, numbers in self._read if owner is binding and numbers)
+        changed = binding.changed_part(mine)
+        if changed is not None:
+            return f"optimizer state of block {changed.block.name!r}"
         for part, indices, version in self._written:
             if _versions(part, indices) != version:
                 return f"weights of block {part.block.name!r}"

@@ -373,13 +373,23 @@ class OptimizerBinding:
                 found.append(index)
         return found
 
-    def has_other_state(self, part: Part, indices: Sequence[int], numbers: Sequence[Hyper]) -> bool:
-        """Whether state is not what :meth:`advance` left, whose counts are in ``numbers``."""
-        if self.new_ones(part, indices):
-            return True
-        with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
-            steps = [self.optimizer.state[part.params[index]]["step"] for index in indices]
-        return [float(step) for step in steps] != [number.step for number in numbers]
+    def changed_part(self, read: Iterable[tuple[Part, Sequence[int], Sequence[Hyper]]]) -> Part | None:
+        """The first part whose state is not what :meth:`advance` left, or ``None``.
+
+        ``read``: parts, the positions of their parameters, and numbers with what it returned.
+        """
+        parts, counts, expected = list[Part](), list[Tensor](), list[float]()
+        for part, indices, numbers in read:
+            steps = self.steps(part, indices)
+            if steps is None:
+                if self.new_ones(part, indices):
+                    return part
+                steps = [torch.tensor(float(self.optimizer.state[part.params[index]]["step"])) for index in indices]
+            parts += [part] * len(steps)
+            counts += steps
+            expected += [number.step for number in numbers]
+        found = torch.stack(counts).tolist() if counts else []
+        return next((part for part, one, other in zip(parts, found, expected, strict=True) if one != other), None)
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Writes to the store what the optimizer has instead, or that it has nothing.

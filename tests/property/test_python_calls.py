@@ -61,11 +61,11 @@ def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: 
 @pytest.mark.parametrize(
     ("plan", "device", "recipe", "most"),
     [
-        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2450),
-        (ON_DISK, None, {}, 3000),
-        (ON_DISK, None, {"clip": 0.3}, 3900),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 4950),
-        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 6000),
+        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2250),
+        (ON_DISK, None, {}, 2800),
+        (ON_DISK, None, {"clip": 0.3}, 3600),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 4450),
+        (ON_DEVICE, EmulatedDevice(memory="2MiB"), {"clip": 0.3}, 5450),
     ],
     ids=["host", "disk", "disk-clip", "device", "device-clip"],
 )
