@@ -2,8 +2,7 @@
 
 [Note: Gradients of running updates]
 With ``overlap="backward"`` the engine takes gradients during backward. Until ``step()`` the
-parameters then hold a :class:`TakenGradient`, which raises when an operator needs its values: code
-that clips, scales or adds to gradients would otherwise find none and go on without them. With
+parameters then hold a ``TakenGradient`` (``runtime.taken_gradients``), as during backward. With
 ``overlap="forward"`` gradients stay while updates read them. A loop that writes them in place in
 the meantime changes the update, sometimes. Autograd counts such writes, so the next backward
 notices them.
@@ -13,77 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.handles.offloaded_tensor import contents_of
 from lightning_hetero.runtime.device.host_gradient import HostGradient
-from lightning_hetero.untyped import Value
-
-
-class TakenGradient(Tensor):
-    """In place of a gradient that an update has taken: the same shape, without values."""
-
-    of: str  # the parameter's name
-
-    @staticmethod
-    def __new__(cls, param: nn.Parameter, name: str) -> Self:
-        """Makes the one of ``param``, whose qualified name is ``name``."""
-        self: Self = Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
-        )
-        self.of = name
-        return self
-
-    # `Value` because torch's stubs declare neither as a class method.
-    __torch_function__: Value = torch._C._disabled_torch_function_impl  # operators are seen one level below
-    __torch_dispatch__: Value = classmethod(lambda cls, *call: _refuse(call))
-
-    def _describe(self) -> str:
-        return f"TakenGradient({tuple(self.shape)}, {self.dtype}, {self.of!r})"
-
-    __repr__: Value = _describe  # mypy accepts no override of torch's signature
-
-
-def _refuse(call: tuple[Value, ...]) -> NoReturn:
-    name = next((one.of for one in tree_leaves(call[2:]) if isinstance(one, TakenGradient)), "a parameter")
-    raise UnsupportedError(
-        f'overlap="backward", and the gradient of {name!r} is used before optimizer.step(): its update has begun during backward. '
-        f'Pass overlap="forward", where the loop may read, clip, scale and accumulate gradients.'
-    )
-
-
-class TakenGradients:
-    """The placeholders of one model."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, TakenGradient] = {}
-        self._placed: list[nn.Parameter] = []
-
-    def place(self, params: Iterable[tuple[str, nn.Parameter]], taken: frozenset[int]) -> None:
-        """A backward has ended: marks the parameters that it has updated."""
-        with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
-            for name, param in params:
-                if id(param) in taken and param.grad is None:
-                    if id(param) not in self._known:
-                        self._known[id(param)] = TakenGradient(param, name)
-                    param.grad = self._known[id(param)]
-                    self._placed.append(param)
-
-    def clear(self) -> list[str]:
-        """Parameters have no gradients again. Returns the names of those whose gradient was set."""
-        placed, self._placed, changed = self._placed, [], []
-        with torch._C.DisableTorchFunctionSubclass():
-            for param in placed:
-                if type(param.grad) is TakenGradient:
-                    param.grad = None
-                else:
-                    changed.append(self._known[id(param)].of)
-        return changed
 
 
 def taken_gradients(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:

@@ -42,7 +42,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON
 from lightning_hetero.lanes.stream_device import StreamDevice
-from lightning_hetero.loops.gradients import GradientsInUse, TakenGradients, taken_gradients
+from lightning_hetero.loops.gradients import GradientsInUse, taken_gradients
 from lightning_hetero.optim.combined import members
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
@@ -51,6 +51,7 @@ from lightning_hetero.runtime.anchors import eager, tensors_in
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.runtime.taken_gradients import TakenGradients
 from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.data import random_state, set_random_state
 from lightning_hetero.strategies.devices import move_buffers, optimizers_to_host

@@ -338,6 +338,7 @@ class Executor:
         self.batch.in_backward = False
         self._close_backward()
         self.recorder.leave()
+        self.updater.backward_ends()
 
     def check_gradients(self) -> None:
         """After backward: refuses gradients that no update can use, before clipping or a callback.
@@ -570,6 +571,7 @@ class Executor:
         self.batch.in_backward = False
         self._close_backward()
         self.speculation.skip()
+        self.updater.begin_step()
         self.updater.cancel_opened(self.blocks)
         self.drain()
         for block in self.blocks:

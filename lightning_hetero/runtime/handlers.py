@@ -150,6 +150,8 @@ class Handlers:
             self._speculation.submitted(trial, end)
         if op.kind is OpKind.UPDATE and (side is None or op.lane is Lane.CPU):
             self.updating.append(end)
+            if self._updater.verdict is None and not self.all_wait:
+                self._updater.show_taken(self._blocks[op.block])
         elif op.kind in (OpKind.MIRROR, OpKind.COMMIT):
             self._ending.append(end)
         self.ends[op.kind, op.block] = end

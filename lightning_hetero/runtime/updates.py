@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import Hyper, Ticket
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.device import DeviceSide
@@ -19,6 +19,7 @@ from lightning_hetero.runtime.early_changes import ReadEarly
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.state_blobs import StateBlobs
+from lightning_hetero.runtime.taken_gradients import TakenGradients
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back, find_moved
@@ -70,6 +71,7 @@ class Updater:
         self.rules = StepRules()  # how gradients are used, from one step to another
         self.owners: dict[int, OptimizerBinding] = {}  # of each parameter that trains, by the parameter's ``id``
         self._updated: set[int] = set()  # parameters that this step has already updated
+        self._taken = TakenGradients()
         self.begin_step()
 
     def move_state(self, part: Part) -> None:
@@ -94,6 +96,7 @@ class Updater:
         self.scale = 1.0  # gradients are multiplied by it first
         self._groups: dict[int, dict[str, object]] = {}
         self._updated = set()
+        self._taken.clear()  # of a backward that failed
         self.early = ReadEarly()
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
@@ -145,6 +148,23 @@ class Updater:
                     new = binding.new_ones(part, indices) if steps is None else None
                 found.append(PartWork(part, indices, steps, new or []))
         return found
+
+    def show_taken(self, block: Block) -> None:
+        """Tells hooks of this backward if they use gradients that updates have taken."""
+        for part in block.parts:
+            self._taken.place(zip(part.names, part.params, strict=True), self._updated)
+
+    def backward_ends(self) -> None:
+        """Parameters whose update has begun have no gradient again.
+
+        Raises:
+            UnsupportedError: A hook has given one another gradient.
+        """
+        if changed := self._taken.clear():
+            raise UnsupportedError(
+                f"the gradient of {changed[0]!r} was set during backward, after its update had begun. Set it in on_after_backward "
+                f'or on_before_optimizer_step of Lightning, so that updates wait; in a loop pass overlap="forward".'
+            )
 
     @property
     def has_begun(self) -> bool:

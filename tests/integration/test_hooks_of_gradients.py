@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 import lightning_hetero
 from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+from lightning_hetero.errors import UnsupportedError
 
 ACCUMULATING = Recipe(shape=Shape(layers=3), accumulate=2, steps=3)
 
@@ -100,8 +101,26 @@ class Late(LitModel):
         hook.remove()
         return loss
 
+
+class Setting(Late):
+    """It sets them without a look."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        def change(_: Tensor) -> None:
+            for param in self.model.blocks[2].parameters():
+                param.grad = torch.ones_like(param)
+
+        embed = self.model.embed.register_forward_hook(lambda _, args, output: output.register_hook(change) and None)
+        loss = LitModel.training_step(self, batch, batch_idx)
+        embed.remove()
+        return loss
+
+
+class LateAndWaiting(Late):
+    """Its updates wait for this hook."""
+
     def on_after_backward(self) -> None:
-        """Updates wait for it."""
+        """Sees gradients."""
 
 
 class AtTheEnd(LitModel):
@@ -117,11 +136,25 @@ class AtTheEnd(LitModel):
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(end))
         return loss
 
+
+class AtTheEndAndWaiting(AtTheEnd):
+    """Its updates wait for this hook."""
+
     def on_after_backward(self) -> None:
-        """Updates wait for it."""
+        """Sees gradients."""
 
 
-@pytest.mark.parametrize("kind", [Clipping, Late, AtTheEnd])
+@pytest.mark.parametrize("kind", [Late, Setting, AtTheEnd])
+@pytest.mark.parametrize("where", ["host", "disk", "device"])
+def test_code_in_backward_that_uses_gradients_of_updates_is_refused(kind: type[LitModel], where: str, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    strategy = HeteroOffloadStrategy(**plans(tmp_path)[where])
+    trainer = quiet_trainer(strategy=strategy, limit_val_batches=0, max_steps=2, default_root_dir=tmp_path)
+    with pytest.raises(UnsupportedError, match=r"gradient of 'model\.blocks.*update ha[sd] begun.*on_before_optimizer_step"):
+        trainer.fit(kind(Recipe(shape=Shape(layers=3))), data())
+
+
+@pytest.mark.parametrize("kind", [Clipping, LateAndWaiting, AtTheEndAndWaiting])
 @pytest.mark.parametrize("recipe", [Recipe(shape=Shape(layers=3)), ACCUMULATING], ids=["each", "accumulating"])
 def test_code_in_backward_finds_gradients_that_have_left(kind: type[LitModel], recipe: Recipe, tmp_path: Path) -> None:
     def fit(strategy: Any) -> Any:

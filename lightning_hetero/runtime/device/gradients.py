@@ -32,8 +32,10 @@ from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.runtime.device.host_gradient import Buffer, GradientSource, Held, HostGradient, run_of
 from lightning_hetero.runtime.pool import Pool
+from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part, RunLayout
 
+_AWAY = (HostGradient, TakenGradient)  # in place of gradients that are not on the device
 _Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
 
 
@@ -80,7 +82,10 @@ class HostGradients:
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
             with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
                 for index, (param, grad) in enumerate(zip(part.params, grads, strict=True)):
-                    if grad is None or type(grad) is HostGradient:  # a backward outside the schedule has added to it there
+                    if grad is None or type(grad) in (
+                        HostGradient,
+                        TakenGradient,
+                    ):  # a backward outside the schedule has added to it there
                         continue
                     if grad.numel():  # without elements it stays where clipping counts it
                         param.grad = None
@@ -163,7 +168,7 @@ class HostGradients:
     def are_left(self, block: Block) -> bool:
         """Whether the block has gradients on the device that GRAD would take."""
         for grad in chain.from_iterable(map(grads_of, block.parts)):
-            if grad is not None and type(grad) is not HostGradient and grad.numel():
+            if grad is not None and type(grad) not in _AWAY and grad.numel():
                 return True
         return False
 
