@@ -144,6 +144,25 @@ def with_hints(init: Callable[Concatenate[_Self, _Options], None]) -> Callable[C
     return checked
 
 
+def check_names(kind: type, options: Iterable[str], *others: type) -> None:
+    """Refuses options that the constructors of a class and of its bases do not have.
+
+    Args:
+        kind: The class.
+        options: Names that were given.
+        others: Classes that get what the bases leave over.
+
+    Raises:
+        ConfigError: It names the nearest option.
+    """
+    inits = [vars(each)["__init__"] for each in (*kind.__mro__, *others) if "__init__" in vars(each)]
+    found = [one for init in inits for one in signature(init).parameters.values()]
+    known = dict.fromkeys(one.name for one in found if one.name != "self" and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{kind.__name__} has no option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}.")
+
+
 def planner_name(plan: str | os.PathLike[str] | Plan) -> str | None:
     """The planner that ``plan`` names, unless it names a built-in plan or a file."""
     name = _AUTO if plan == "auto" else plan

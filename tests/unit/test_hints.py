@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero import DiskWear, HeteroOffloadStrategy, OffloadMonitor, TraceOnDemand
-from lightning_hetero.errors import did_you_mean
+from lightning_hetero import (
+    DiskWear,
+    HeteroOffloadStrategy,
+    HeteroParallelFsdpStrategy,
+    HeteroParallelStrategy,
+    OffloadMonitor,
+    TraceOnDemand,
+)
+from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.profiling.presets.devices import DEVICES
 from lightning_hetero.strategies import strategy_class
@@ -49,6 +56,20 @@ def test_a_mistyped_option_of_the_strategy_is_refused_with_the_nearest_one(names
 def test_so_are_those_of_the_callbacks(kind: Any, typed: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"{kind.__name__} has no option '{typed}'. Did you mean .*'{meant}'"):
         kind(**{typed: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "meant"),
+    [
+        (HeteroParallelStrategy, {"rebalence_every": 3}, "rebalance_every"),
+        (HeteroParallelStrategy, {"find_unused_parameter": True}, "find_unused_parameters"),  # of DDP
+        (HeteroParallelStrategy, {"offload": True, "rebalence_every": 3}, "rebalance_every"),
+        (HeteroParallelFsdpStrategy, {"rebalence_every": 3}, "rebalance_every"),
+    ],
+)
+def test_so_are_those_of_parallel_strategies_before_processes_start(kind: Any, options: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has no option '{list(options)[-1]}'\. Did you mean '{meant}'"):
+        kind(**options)
 
 
 def test_the_options_stay_visible_to_programs() -> None:

@@ -92,7 +92,7 @@ def test_ranks_of_one_node_share_its_resources(tmp_path: Path) -> None:
         ({"offload": {"a": {"plan": "disk", "keep_every": 2}}}, UnsupportedError, "keep_every=2"),
         ({"offload": True, "plan": "auto"}, UnsupportedError, "plan='auto'"),
         ({"offload": True, "ddp_comm_hook": print}, UnsupportedError, "ddp_comm_hook"),
-        ({"offload": True, "sped": 1}, ConfigError, "sped=1"),
+        ({"offload": True, "sped": 1}, ConfigError, "no option .sped.. Did you mean .speeds."),
     ],
 )
 def test_options_that_a_group_does_not_have_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

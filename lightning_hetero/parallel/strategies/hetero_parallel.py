@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
@@ -33,6 +34,7 @@ from lightning_hetero.parallel.strategies.pipelines import (
 )
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, UnevenOptions, train_batches, whole_numbers_as_reals
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of_class
+from lightning_hetero.strategies.option_checks import check_names
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -122,6 +124,7 @@ class HeteroParallel(_Base):
         elastic: str | os.PathLike[str] | Elastic | None = None,
         **ddp: Any,
     ) -> None:
+        check_names(type(self), ddp, DistributedDataParallel)
         super().__init__(**ddp)
         uneven = UnevenOptions(
             speeds=speeds, rebalance_every=rebalance_every, rebalance_drift=rebalance_drift,

@@ -13,6 +13,7 @@ from lightning_hetero.parallel.elastic import Elastic
 from lightning_hetero.parallel.stopwatch import Stopwatch
 from lightning_hetero.parallel.strategies.uneven import UnevenBatches, UnevenOptions, whole_numbers_as_reals
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
+from lightning_hetero.strategies.option_checks import check_names
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -88,6 +89,7 @@ class HeteroParallelFsdp(_Base):
                 f"{self.strategy_name!r} got offload={options['offload']!r}; weights that are sharded have no tiers. "
                 f"Use HeteroParallelStrategy(offload=...), whose ranks hold the whole model, or leave offload out."
             )
+        check_names(type(self), options)
         super().__init__(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size, **options)
         self._mesh_sizes = data_parallel_size, tensor_parallel_size
         uneven = UnevenOptions(

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +38,7 @@ from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
-from lightning_hetero.strategies.option_checks import Choices
+from lightning_hetero.strategies.option_checks import Choices, check_names
 from lightning_hetero.strategies.resume import State, is_store
 from lightning_hetero.units import MIB
 
@@ -146,10 +145,7 @@ class HeteroParallelOffload(_Base):
         tensor_parallel: object = None,
         **options: Any,
     ) -> None:
-        kinds: tuple[Any, ...] = (*type(self).__mro__, DistributedDataParallel)
-        known = {name for kind in kinds for name in signature(kind.__init__).parameters}
-        if strangers := sorted(set(options) - known):
-            raise ConfigError(f"{strangers[0]}={options[strangers[0]]!r} is no option of {type(self).__name__}.")
+        check_names(type(self), options, DistributedDataParallel)
         of_pipelines = {"plan": plan, "micro_batches": micro_batches, "tensor_parallel": tensor_parallel}
         for name, value in {**of_pipelines, **{name: options.get(name) for name in _OF_REDUCER}}.items():
             if value not in (None, False):
