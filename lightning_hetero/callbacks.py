@@ -226,7 +226,8 @@ def table(plan: Plan, autoplan: Autoplan, rival: Plan | None) -> str:
     from rich.table import Table
 
     screen = io.StringIO()
-    console = Console(file=screen, highlight=False, width=_COLUMNS, force_jupyter=False)  # into the text, also in notebooks
+    # Plain text, also in notebooks, which set FORCE_COLOR.
+    console = Console(file=screen, highlight=False, width=_COLUMNS, force_jupyter=False, force_terminal=False)
     console.print(f"plan {plan.name!r}, made in {autoplan.planned_s:.2g} s, in place after {autoplan.moved_s:.2g} s")
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("blocks")

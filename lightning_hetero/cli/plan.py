@@ -40,9 +40,11 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
     outcomes = planning.run(chosen, model, hardware, given)
     best = min(outcomes, key=lambda o: o.iteration_s)
     if best.plan is None:
+        default = planning.planners(planning.DEFAULT)
         raise with_remedies(
-            _refusal(outcomes), request, model, hardware, lambda other: planning.fits(chosen, other, hardware, given)
-        )
+            _refusal(outcomes), request, model, hardware, lambda other: planning.fits(chosen, other, hardware, given),
+            another=None if planning.DEFAULT in chosen else planning.run(default, model, hardware, {})[0],
+        )  # fmt: skip
     if out is not None:
         origin = request.origin(folder=out.absolute().parent)
         if given:

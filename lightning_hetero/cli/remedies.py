@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from lightning_hetero.cli.head import logits
 from lightning_hetero.cli.options import Request
+from lightning_hetero.cli.planning import Outcome
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
@@ -17,7 +18,9 @@ _SHORTEST = 128  # tokens: nobody trains on much shorter sequences
 _ADAPTERS, _QUANTIZED = "r=16,targets=all-linear", "nf4-double"
 
 
-def with_remedies(refusal: Exception, request: Request, model: ModelProfile, hardware: HardwareProfile, fits: Fits) -> Exception:
+def with_remedies(
+    refusal: Exception, request: Request, model: ModelProfile, hardware: HardwareProfile, fits: Fits, *, another: Outcome | None
+) -> Exception:
     """A refusal with more remedies, from those that keep the model to those that change it.
 
     Args:
@@ -26,17 +29,30 @@ def with_remedies(refusal: Exception, request: Request, model: ModelProfile, har
         model: Its model.
         hardware: Its machine.
         fits: Whether there is a plan for another model.
+        another: What the default planner finds, if another planner was asked.
     """
     if not isinstance(refusal, PlanError):
         return refusal
     found = [
         str(refusal),
+        _another_planner(another),
         _head(request, model, hardware, fits),
         _smaller_batch(request, hardware, fits),
         _shorter_sequence(request, hardware, fits),
         _fewer_trained(request, hardware, fits),
     ]
     return PlanError(" ".join(filter(None, found)), tier=refusal.tier, shortfall_bytes=refusal.shortfall_bytes)
+
+
+def _another_planner(found: Outcome | None) -> str:
+    """A planner asked by name may leave a tier unused, so that more of it would not help."""
+    if found is None:
+        return ""
+    if found.error is None:
+        return f"Another planner: --planner {found.planner} fits."
+    return (
+        f"Planner {found.planner!r} finds none either; it needs {str(found.error).partition('Cheapest remedy: ')[2] or found.error}"
+    )
 
 
 def _head(request: Request, model: ModelProfile, hardware: HardwareProfile, fits: Fits) -> str:

@@ -141,11 +141,13 @@ def test_the_table_of_a_plan_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
 def test_in_a_notebook_the_table_of_a_plan_is_in_the_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """rich shows what a console prints below the cell, whatever file the console has."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
     made = SimpleNamespace(planned_s=0.31, moved_s=1.2, machine=None)
     shown = table(Plan(name="p", blocks=(BlockPlan(name="layers.0"),), predicted=PREDICTED), made, None)  # type: ignore[arg-type]
     assert "plan 'p', made in 0.31 s" in shown
     assert "layers.0" in shown
     assert "predicted: a step in 1.5 s" in shown
+    assert "\x1b" not in shown
 
 
 @pytest.mark.parametrize(

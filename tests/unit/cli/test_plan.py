@@ -170,6 +170,26 @@ def test_a_refusal_has_remedies_that_a_person_would_try(tmp_path: Path) -> None:
     invoke("plan", *wide, "--device", "rtx4060-laptop", *text.split())
 
 
+def test_a_planner_that_leaves_a_tier_unused_is_refused_with_one_that_fits(profiles: list[str]) -> None:
+    """More of a tier that the planner does not use would not help."""
+    refused = invoke("plan", *profiles, "--planner", "resident", code=2).stderr
+    (planner,) = re.findall(r"Another planner: --planner (\w+) fits\.", refused)
+    invoke("plan", *profiles, "--planner", planner)
+    without_disk = [
+        "--preset-model",
+        "llama-3-8b",
+        "--batch",
+        "1",
+        "--sequence",
+        "128",
+        "--device",
+        "rtx4090",
+        "--host-memory",
+        "2GiB",
+    ]
+    assert "Planner 'holistic' finds none either; it needs" in invoke("plan", *without_disk, "--planner", "host", code=2).stderr
+
+
 def test_auto_is_named_as_the_planner_that_it_is(profiles: list[str]) -> None:
     refused = invoke("plan", *profiles, "--planner", "auto", code=2).stderr
     assert "is 'holistic'" in refused
