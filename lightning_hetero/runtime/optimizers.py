@@ -41,6 +41,8 @@ from lightning_hetero.store.raw_memory import zero_pages
 from lightning_hetero.untyped import Function, Options, Value
 
 _NOTHING: Options = {}
+_ONE = torch.tensor(1.0, device="cpu")
+_NUMBER: Callable[[Tensor], float] = Tensor.item
 
 
 class Rule(Enum):
@@ -317,8 +319,8 @@ class OptimizerBinding:
         """
         steps = self._find_steps(part, list(indices)) if steps is None else steps
         if steps is not None:
-            torch._foreach_add_(steps, 1)
-            counts: list[float] = torch.stack(steps).tolist()
+            torch._foreach_add_(steps, _ONE, alpha=1.0)  # a number would become a tensor for each of them
+            counts: list[float] = list(map(_NUMBER, steps))
             return counts
         states = [self.optimizer.state[part.params[index]] for index in indices]
         for state in states:  # code has given it numbers
@@ -388,7 +390,7 @@ class OptimizerBinding:
             parts += [part] * len(steps)
             counts += steps
             expected += [number.step for number in numbers]
-        found = torch.stack(counts).tolist() if counts else []
+        found = list(map(_NUMBER, counts))
         return next((part for part, one, other in zip(parts, found, expected, strict=True) if one != other), None)
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
