@@ -9,6 +9,9 @@ A sum over ranks has one order and one rounding, whatever the layout. Each rank 
 all gradients (all-to-all), and adds them in float64 in the order of the ranks. The reduce-scatter
 of gloo is an all-reduce of which each rank keeps a slice. It moves twice the bytes, rounds after
 each addition, and from three ranks on the order of its sum depends on where an element lies.
+
+Ranks meet before they exchange what is large (:meth:`Collectives.meet`). A rank whose batch uses
+other blocks than those of the others would otherwise wait for ever, or exchange other weights.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
 
+_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST")
+_FLAGS = 3
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
 
 
@@ -70,6 +75,33 @@ class Collectives:
             for other in slices[1:, piece]:
                 total += other
             own[piece].copy_(total.div_(divisor))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Gives all ranks the first rank's values."""
+        with self._naming("BROADCAST", tensor):
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def meet(self, what: str, block: int, *flags: bool) -> list[bool]:
+        """Makes sure that all ranks are about to do the same. Returns which flags any of them has.
+
+        Args:
+            what: The collective that follows: the name of its op.
+            block: Of which block.
+            flags: As many on all ranks where ``what`` is the same, at most three.
+
+        Raises:
+            HeteroError: Another rank is about to do something else; says what.
+        """
+        spare = [False] * (_FLAGS - len(flags))
+        rows = self.agree([_WHAT.index(what), block, *flags, *spare])
+        others = {(int(kind), int(at)) for kind, at, *_ in rows}
+        if len(others) > 1:
+            each = ", ".join(f"rank {rank}: {_WHAT[int(kind)]} of block {int(at)}" for rank, (kind, at, *_) in enumerate(rows))
+            raise HeteroError(
+                f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
+                f"order: in each batch, in validation, and in code that reads weights."
+            )
+        return [any(row[2 + flag] for row in rows) for flag in range(len(flags))]
 
     def agree(self, numbers: Sequence[float]) -> list[list[float]]:
         """Tells numbers to all ranks. Returns those of each rank, the same on all of them."""

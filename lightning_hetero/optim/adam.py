@@ -77,12 +77,14 @@ def request(part: Part, grads: Iterable[tuple[int, Hyper, Tensor]]) -> tuple[lis
 
     Args:
         part: The part.
-        grads: Index in the part, its numbers, and its gradient, dense and in the parameter's memory
-            order.
+        grads: Index in the part, its numbers, and the gradient of its piece, dense and in the
+            parameter's memory order.
     """
     hypers: dict[Hyper, int] = {}
     segments = []
     for index, numbers, grad in grads:
-        hyper = hypers.setdefault(numbers, len(hypers))
-        segments.append(Segment(part.offsets[index], part.layouts[index].numel, grad.data_ptr(), DTYPES[grad.dtype], hyper))
+        start, length = part.pieces[index]
+        if length:
+            hyper = hypers.setdefault(numbers, len(hypers))
+            segments.append(Segment(start, length, grad.data_ptr(), DTYPES[grad.dtype], hyper))
     return segments, list(hypers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.lanes import memory
@@ -40,7 +40,7 @@ class Budgets:
         if alignment_bytes is None:
             alignment_bytes = ALIGNMENT_BYTES if options.device is None else memory.ALIGNMENT_BYTES
         self.alignment_bytes = alignment_bytes
-        self._setup = ModelSetup(root, options.block_cls, content, built, alignment_bytes=alignment_bytes)
+        self._setup = ModelSetup(root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own)
         self.blocks = self._setup.blocks
         self._scale_bytes = quantized.scale_bytes(root) + quantizing.coming_scale_bytes(root)
         self._reading_bytes = quantizing.reading_bytes(root)
@@ -51,6 +51,11 @@ class Budgets:
         self.steps = KeptSteps([], [], options, wanted=False)  # keeps the steps of a fit
         self.rules = StepRules()  # how the training loop uses gradients
         self._started = False
+
+    def _one_process_only(self, what: str) -> None:
+        """Refuses ``what`` in the fit of a model that several ranks share."""
+        if self.options.collectives is not None:
+            raise UnsupportedError(f"{what}, and {self.options.own.ranks} devices share the model. Pass devices=1.")
 
     @property
     def running(self) -> Executor:

@@ -15,6 +15,7 @@ from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.live.tier_store import TierStore
@@ -30,6 +31,8 @@ class Run:
     # Weights, gradients and updates on a device with memory of its own. ``None`` if the device is
     # the host.
     side: DeviceSide | None
+    # Slices of weights and gradients, where several ranks share the model.
+    slices: Slices | None
     updater: Updater
     recorder: Recorder
     heap: Heap  # gives free memory back when the process exceeds its budget

@@ -35,9 +35,7 @@ from lightning_hetero.runtime.early_changes import TOO_LATE
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.residency import Residency
-from lightning_hetero.runtime.residency.device import DeviceResidency
-from lightning_hetero.runtime.residency.host import HostResidency
+from lightning_hetero.runtime.residency.choice import residency_of
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.runtime.step import Schedules, Step
 from lightning_hetero.store.live.blocks import Block
@@ -52,7 +50,8 @@ class Executor:
         self.context, self.batch = context, Batch()
         self.blocks, self.store, self.updater, self.lanes = run.blocks, run.store, run.updater, run.lanes
         self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
-        self.residency: Residency = HostResidency(context) if run.side is None else DeviceResidency(context, run.side)
+        self.slices, self.residency = run.slices, residency_of(context)
+        self._apart = None if (there := run.side or run.slices) is None else there.gradients  # gradients that have left compute
         self.speculation = Speculation(run.store, run.turn, run.lanes)  # updates that run before the verdict
         self.speculation.enabled = context.placement.rules.speculates
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)
@@ -325,9 +324,9 @@ class Executor:
         Gradients of an earlier batch that a device has exposed become ordinary ones.
         """
         self.batch.in_backward, self._at = True, None
-        if self.device is not None:
+        if self._apart is not None:
+            self._apart.begin_backward(self.blocks)
             loss = None
-            self.device.gradients.begin_backward(self.blocks)
         with self.recorder.waiting("backward"):
             if self.device is None:
                 self.handlers.wait_updates()
@@ -354,7 +353,10 @@ class Executor:
         if self.device is not None:
             for block in self.blocks:  # if no GRAD ran, or one ran before all gradients were there
                 self.handlers.gather(block)
-            self.device.gradients.expose()
+        if self.slices is not None:
+            self.slices.gradients.reduce_rest(self.blocks)
+        if self._apart is not None:
+            self._apart.expose()
 
     def handover(self, binding: OptimizerBinding, scale: float) -> None:
         """``optimizer.step()``: the verdict. Submits the ops that are left and returns at once.
@@ -366,8 +368,8 @@ class Executor:
         if changed := self.updater.early.changed(binding):
             self.changed_early(changed)
         self._handed_over = True
-        if self.device is not None:
-            self.device.gradients.conceal()
+        if self._apart is not None:
+            self._apart.conceal()
         self.updater.verdict, self.updater.scale = binding, scale
         self._verdict(scale)
         if self._step is not None:
@@ -377,8 +379,8 @@ class Executor:
             self.updater.cancel_opened(self.blocks)
         if self.batch.commits:
             self.handlers.commit()
-        if self.device is not None:
-            self.device.gradients.expose()  # gradients that stay, and those of another optimizer
+        if self._apart is not None:
+            self._apart.expose()  # gradients that stay, and those of another optimizer
         self.updater.begin_step()
         self.recorder.end_step()
         if self.batch.serial or (self.updater.rules.waits and self.device is not None):
@@ -416,7 +418,7 @@ class Executor:
 
     def _reach(self, phase: Phase, block: Block) -> None:
         """Submits the ops up to this anchor, and waits for what it needs."""
-        if self.device is not None and self.batch.in_backward:  # a repeated forward comes before its backward
+        if self._apart is not None and self.batch.in_backward:  # a repeated forward comes before its backward
             phase = Phase.BACKWARD
             if block is self._at:
                 return
@@ -480,8 +482,8 @@ class Executor:
         if gradients:
             for param in [param for block in self.blocks for param in block.params()]:
                 param.grad = None
-            if self.device is not None:
-                self.device.gradients.drop()
+            if self._apart is not None:
+                self._apart.drop()
 
     def _forget_ops(self) -> None:
         self._step = None

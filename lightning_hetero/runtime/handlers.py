@@ -32,6 +32,7 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
+from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.speculation import Speculation, Trial
 from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.store.live.blocks import Block
@@ -64,6 +65,7 @@ class Handlers:
         run = context.run
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
+        self._slices = run.slices
         self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
         self._write_mirrors, self._commits_always = run.mirror, False
@@ -134,6 +136,8 @@ class Handlers:
             if waits:  # edges of the next step may lead to these through this op
                 self.ends.setdefault((op.kind, op.block), All(waits))
             return All(after)
+        if op.lane is Lane.NET:
+            run = partial(_in_turn, run, after)
         if side is None:
             end = self._lanes.submit(op, run, after)
             if end.error is not None:
@@ -282,6 +286,26 @@ class Handlers:
 
         return run
 
+    def _gather_weights(self, op: Op) -> Run:
+        """GATHER: slices of all ranks become whole weights."""
+        return partial(_done, partial(self._on_ranks.gather, self._blocks[op.block]))
+
+    def _release_others(self, op: Op) -> Run | None:
+        """RELEASE on several ranks: of what is not the rank's slice."""
+        block = self._blocks[op.block]
+        return None if block.uses else partial(_done, partial(self._on_ranks.release, block))
+
+    def _reduce(self, op: Op) -> Run | None:
+        """REDUCE; those that are left after backward have been reduced as it ended."""
+        if not self._batch.in_backward:
+            return None
+        block = self._blocks[op.block]
+        return partial(_done, partial(self._on_ranks.gradients.reduce, block, early=self._may_change(block)))
+
+    def _agree(self, op: Op) -> Run:
+        """AGREE: all ranks have come here."""
+        return partial(_done, partial(self._on_ranks.collectives.meet, str(op.kind), op.block))
+
     def _free(self, op: Op) -> Run | None:
         """RELEASE on the device."""
         block = self._blocks[op.block]
@@ -396,6 +420,12 @@ class Handlers:
         return run
 
     @property
+    def _on_ranks(self) -> Slices:
+        if self._slices is None:
+            raise HeteroError("an op for several ranks came where one process has all of the model.")
+        return self._slices
+
+    @property
     def _on_device(self) -> DeviceSide:
         if self._side is None:
             raise HeteroError("an op for a device with memory of its own came where the device is the host.")
@@ -405,7 +435,15 @@ class Handlers:
         return urgency(OpKind.UPDATE, Payload.STATE, block.index, lowest_first=self._lowest_first)
 
     def _is_early(self, block: Block) -> bool:
-        """Whether backward may still change the block's gradients, or the user runs a backward."""
+        """Whether backward may still change the block's gradients, or the user runs a backward.
+
+        On several ranks the block's REDUCE has asked all of them.
+        """
+        if self._slices is None:
+            return self._may_change(block)
+        return self._updater.verdict is None and not (self._batch.in_backward and self._slices.gradients.are_complete(block))
+
+    def _may_change(self, block: Block) -> bool:
         return self._updater.verdict is None and bool(not self._batch.in_backward or block.grads_left or block.early_unsafe)
 
     def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
@@ -444,6 +482,19 @@ class Handlers:
         return self._marked[1]
 
 
+def _in_turn(run: Run, after: Sequence[Event]) -> Iterable[Ticket]:
+    """Runs a collective in the thread that computes, once the ops before it have ended."""
+    for event in after:
+        event.wait()
+    return run()
+
+
+def _done(work: Callable[[], object]) -> Sequence[Ticket]:
+    """Does all of an op, which leaves nothing to wait for."""
+    work()
+    return ()
+
+
 def _follows_compute(op: Op) -> bool:
     """Whether the op reads what compute wrote, or frees what compute used."""
     return op.lane is Lane.D2H or op.kind is OpKind.SWAP_OUT or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
@@ -454,6 +505,10 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.FETCH, Payload.STATE, Lane.DISK_READ): Handlers._open_state,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.DISK_READ): Handlers._release,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.H2D): Handlers._free,
+    (OpKind.GATHER, Payload.WEIGHTS, Lane.NET): Handlers._gather_weights,
+    (OpKind.RELEASE, Payload.WEIGHTS, Lane.NET): Handlers._release_others,
+    (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): Handlers._reduce,
+    (OpKind.AGREE, Payload.NONE, Lane.NET): Handlers._agree,
     (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): lambda h, op: partial(h._on_device.weights.upload, h._blocks[op.block]),
     (OpKind.GRAD, Payload.GRADIENTS, Lane.D2H): Handlers._send_gradients,
     (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): lambda h, op: partial(h._on_device.updates.swap_in, h._blocks[op.block]),

@@ -20,7 +20,7 @@ from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.parameter_objects import ParameterObjects
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
-from lightning_hetero.store.live.blocks import Block, Part, back_to_meta, bind, parts_of, split
+from lightning_hetero.store.live.blocks import WHOLE, Block, Part, Slice, back_to_meta, bind, parts_of, split
 from lightning_hetero.store.live.geometry import own_versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
@@ -40,6 +40,7 @@ class ModelSetup:
         content: Weights in files for parameters on the meta device.
         built: The model's construction, if part of it is in a file.
         alignment_bytes: Each parameter starts at a multiple of it in its part.
+        own: The slice of each part that this process has.
 
     Raises:
         ConfigError: Something on the meta device cannot be set.
@@ -53,6 +54,7 @@ class ModelSetup:
         built: Construction | None = None,
         *,
         alignment_bytes: int,
+        own: Slice = WHOLE,
     ) -> None:
         self._root, self._built = root, built
         self._initializer = Initializer(root, content)
@@ -64,7 +66,9 @@ class ModelSetup:
         for spec in specs:  # as a whole: a small parameter in a block's memory would use a huge page
             if built is not None and any(p in built for p in spec.params.values()):
                 self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
-        self.blocks: list[Block] = bind(root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes)
+        self.blocks: list[Block] = bind(
+            root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes, own=own
+        )
         self.objects = ParameterObjects(root, self.blocks)
 
     def is_set(self, block: Block) -> bool:
@@ -146,6 +150,8 @@ class ModelSetup:
             is_read = block.name in self._unset and resumed is None
             self._take_over(block, read=resumed is None)
             executor.residency.bring(block, force=not block.weights_on_disk)  # a parked model's weights are on disk
+            if executor.slices is not None:
+                executor.slices.share(block)
             for part in block.parts:
                 if resumed is not None:
                     resumed.adopt(part)
@@ -161,6 +167,9 @@ class ModelSetup:
                     executor.residency.weights.release(block)
                     for part in block.parts:
                         store.barrier(part)
+            elif executor.slices is not None and executor.residency.is_away(block):
+                executor.residency.parameters.hide(block)
+                executor.slices.release(block)
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]
             for name, param in later:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,9 +15,13 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import Device
 from lightning_hetero.lowering.needs import NOTHING, Constant
 from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
+from lightning_hetero.store.live.blocks import WHOLE, Slice
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from lightning_hetero.lanes.collectives import Collectives
 
 _PROCESS_BYTES = 64 * MIB  # torch, its threads, malloc and a planner, from the first batch on
 _BATCH_SHARE = 8  # this part of the free memory is for activations until they are known
@@ -30,6 +35,7 @@ class SessionOptions:
     block_cls: BlockCls | None = None
     host_memory: int | None = None
     sharers: int = 1  # processes that share the host's memory equally, if no budget is given
+    collectives: Collectives | None = None  # of the ranks that share the model; None: this process has all of it
     device_memory: int | None = None
     device: Device | None = None  # with memory of its own; None: the device is the host
     disk_path: Path | None = None
@@ -42,6 +48,11 @@ class SessionOptions:
     keep_every: int = 1  # of the steps that could be kept, keep every N-th
     on_patched: Callable[[Tensor], object] = id  # called with values that were copied from a checkpoint
     engine: EngineOptions = field(default_factory=EngineOptions)
+
+    @property
+    def own(self) -> Slice:
+        """Which slice of the model this process has."""
+        return WHOLE if self.collectives is None else Slice(self.collectives.rank, self.collectives.ranks)
 
     @property
     def is_unified(self) -> bool:
@@ -90,7 +101,7 @@ def host_budget(options: SessionOptions, present_bytes: int, *, profiled: bool =
         )
     apart = options.device.apart_bytes if options.is_unified and options.device is not None else 0
     if given is not None:
-        return max(0, given - apart)
-    free = available_memory_bytes() // options.sharers
+        return max(0, given // options.own.ranks - apart)
+    free = available_memory_bytes() // max(options.sharers, options.own.ranks)
     reserve = _PROCESS_BYTES + (0 if profiled else free // _BATCH_SHARE)
     return max(0, present_bytes + free - reserve - apart)

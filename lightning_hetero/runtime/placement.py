@@ -95,6 +95,7 @@ class Placer:
         self._reading_bytes = reading_bytes
         self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
+        self._ranks = options.own.ranks
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
@@ -106,11 +107,11 @@ class Placer:
             trainable = [p for p in block.params() if id(p) in self.owners]
             sizes = BlockShape(
                 name=block.name,
-                num_params=sum(p.num_elements for p in block.parts),
+                num_params=sum(p.slice_elements for p in block.parts),
                 num_trainable_params=sum(p.numel() for p in trainable),
-                weight_bytes=sum(p.weight_bytes for p in block.parts),
+                weight_bytes=sum(p.weight_bytes // p.own.ranks for p in block.parts),
                 gradient_bytes=self._gradient_bytes(block),
-                state_bytes=sum(p.num_elements * _state_bytes(p, self.owners) for p in block.parts),
+                state_bytes=sum(p.slice_elements * _state_bytes(p, self.owners) for p in block.parts),
                 pinned=block.spec.pinned,
                 in_place_bytes=sum(p.weight_bytes for p in block.parts if p.in_place is not None),
                 copied="; ".join(dict.fromkeys(p.copied for p in block.parts if p.copied and p.slots == 1 and p.in_place is None)),
@@ -127,10 +128,10 @@ class Placer:
         """Gradients that leave a device have memory with the layout of their part and its gaps."""
         if not self._bindings:
             return 0
-        if self._options.device is None:
+        if self._options.device is None and self._ranks == 1:
             return sum(p.nbytes for p in block.params() if p.requires_grad)
         trained = [part for part in block.parts if any(p.requires_grad for p in part.params)]
-        return sum(part.num_elements * part.dtype.itemsize for part in trained)
+        return sum(part.slice_elements * part.dtype.itemsize for part in trained)
 
     def _chunk_bytes(self) -> int:
         """Enough for every part with state: a model may be validated first, or unfrozen later."""
@@ -219,6 +220,8 @@ class Placer:
         if device is not None and device.partitioned and device_memory is not None and cache_bytes is not None:
             cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, device_memory)
             room = replace(room, device_cache_bytes=cache_bytes)
+        if self._ranks > 1:
+            room = replace(room, device_cache_bytes=self._whole_bytes(plan))
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
         self._check_schedule(plan, room, rules)
@@ -259,7 +262,7 @@ class Placer:
             ConfigError: The plan does not fit the model.
         """
         plan = plan.resolve(b.name for b in self.model.blocks)
-        found = fitted(plan, self.model, device=self.device_memory is not None)
+        found = fitted(plan, self.model, device=self.device_memory is not None or self._ranks > 1)
         rows = zip(self._blocks, plan.blocks, found.blocks, strict=True)
         moved = [(block, new) for block, old, new in rows if old.weights is not new.weights]
         outside = [new for block, new in moved if block.rest is None]
@@ -279,6 +282,17 @@ class Placer:
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
             foreign = [b for b in owners if b.capability is not Rule.NATIVE]
+            if foreign and self._ranks > 1:
+                raise UnsupportedError(
+                    f"optimizer {type(foreign[0].optimizer).__name__} of block {block.name!r}, whose parameters {self._ranks} "
+                    f"ranks share: each updates its slice of them. Allowed: torch.optim.Adam or AdamW without amsgrad."
+                )
+            if self._ranks > 1 and (Tier.DISK in (placed.weights, placed.state) or placed.update is UpdateLane.DEVICE):
+                raise UnsupportedError(
+                    f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
+                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: weights "
+                    f"on 'host' or 'device', state on 'host', update on 'cpu', as in plan \"host\"."
+                )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:
                 name = type(foreign[0].optimizer).__name__
@@ -347,12 +361,32 @@ class Placer:
         shared = self.device_memory is None
         measured = 0 if self._profile is None else self._profile.constant_device_bytes
         on_device = max(measured, self._scale_bytes)
-        constant = Constant(host_bytes=self._scale_bytes) if shared else Constant(device_bytes=on_device)
+        constant = Constant(host_bytes=self._scale_bytes + self._apart_bytes(plan)) if shared else Constant(device_bytes=on_device)
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=constant,
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
+
+    def _whole_bytes(self, plan: Plan) -> int:
+        """Room for whole weights of blocks of which a rank keeps a slice."""
+        rows = zip(self.model.blocks, plan.blocks, strict=True)
+        sizes = sorted(b.weight_bytes * self._ranks for b, p in rows if p.weights is not Tier.DEVICE)
+        least = sum(sizes[-plan.prefetch_depth - 1 :])
+        return least if plan.device_cache_bytes is None else min(sum(sizes), max(least, plan.device_cache_bytes))
+
+    def _apart_bytes(self, plan: Plan) -> int:
+        """What several ranks need beside slices: whole weights and gradients, and room to exchange.
+
+        Whole gradients are those of one block, and of all pinned ones until backward has ended.
+        """
+        if self._ranks == 1:
+            return 0
+        more, pairs = self._ranks - 1, list(zip(self.model.blocks, plan.blocks, strict=True))
+        stay = sum(more * b.weight_bytes for b, p in pairs if p.weights is Tier.DEVICE)
+        sizes = [b.gradient_bytes * self._ranks for b in self.model.blocks]
+        pinned = sum(size for size, b in zip(sizes, self.model.blocks, strict=True) if b.pinned)
+        return self._whole_bytes(plan) + stay + pinned + 3 * max(sizes, default=0)
 
     def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:
         """What a device needs if weights and state have memory of their own there."""
@@ -412,7 +446,7 @@ class Placer:
     def _check_schedule(self, plan: Plan, room: CacheSizes, rules: StepRules) -> None:
         """Lowers the plan, so that its refusals come before anything is loaded."""
         on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
-        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device)
+        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device, ranks=self._ranks)
         waits = (Updates.AFTER_VERDICT, *((Updates.SPECULATIVE, Updates.REDONE) if rules.speculates else ()))
         for updates in waits if rules.deferred else (Updates.IN_BACKWARD,):
             signature = StepSignature(

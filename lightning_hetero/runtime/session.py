@@ -43,6 +43,7 @@ from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.slices import slices_of
 from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
@@ -209,12 +210,13 @@ class Session(Budgets):
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
         lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
         side = side_of(self.options.device, lanes, store)
-        updater = Updater(store, side)
+        slices = slices_of(self.options, self.blocks, placement.plan)
+        updater = Updater(store, side, slices)
         self.steps.begin(store, updater.blobs, self._layout if self._resumes else None)
         updater.own(self.bindings)
         self.recorder.observe(lanes, [block.name for block in self.blocks])
         run = Run(
-            blocks=self.blocks, store=store, lanes=lanes, side=side, updater=updater, recorder=self.recorder,
+            blocks=self.blocks, store=store, lanes=lanes, side=side, slices=slices, updater=updater, recorder=self.recorder,
             heap=Heap(placement.host_memory, present_bytes=self.present_bytes),
             mirror=self.steps.mirror if self.keeps_steps else None, poison=self.options.poison,
         )  # fmt: skip
@@ -231,6 +233,7 @@ class Session(Budgets):
             HeteroError: Those of :meth:`start`; nothing has changed then.
             StoreError: A transfer failed, which stops the engine.
         """
+        self._one_process_only("the plan or the clipping of gradients changes during the fit")
         executor, store = self.running, self.running.store
         placer = self._placer()
         self.steps.about_to_move()
@@ -360,6 +363,7 @@ class Session(Budgets):
         ids = owners.keys() - before.keys()
         if not ids:
             return
+        self._one_process_only("parameters that were frozen as the fit began train now")
         self._has_grown = True
         placer = self._placer()
         placer.check_optimizers(executor.plan)
@@ -537,7 +541,7 @@ class Session(Budgets):
         for block in self.blocks:
             self._setup.restore(block)
         for binding in self.bindings:
-            binding.unbind()
+            binding.unbind(read=self.options.collectives is None)
         self._close()
         return False
 

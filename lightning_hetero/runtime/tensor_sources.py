@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero._native import U8, InPlacePart
+from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, with_strides
 from lightning_hetero.optim.adam import MASTER
 from lightning_hetero.runtime.device.weights import DeviceWeights
@@ -71,6 +72,18 @@ class _OfParameter(_Source):
 
     __slots__ = ()
 
+    def _check_here(self, name: str, *, whole: bool) -> None:
+        """Refuses to use what this rank does not have; ``whole``: it has all of it.
+
+        Raises:
+            OffloadedAccessError: Other ranks have slices of it.
+        """
+        if not whole:
+            raise OffloadedAccessError(
+                f"{name!r} is spread over {self.part.own.ranks} ranks. Weights can be used in their own block's forward, and "
+                f"within `with strategy.materialize(...)`, which all ranks have to enter; after the fit they are whole."
+            )
+
     @property
     def shape(self) -> torch.Size:
         """The parameter's shape."""
@@ -114,6 +127,7 @@ class WeightSource(_OfParameter):
 
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
+        self._check_here(self.name, whole=self.part.is_whole)
         self.settle(self.part)
         newest = None if self.device is None else self.device.newest(self.part, self.index)
         if newest is not None:
@@ -126,6 +140,7 @@ class WeightSource(_OfParameter):
 
     def sample(self, firsts: Sequence[int], length: int) -> Tensor:
         """Runs of ``length`` elements of the memory order, joined; the rest is not read."""
+        self._check_here(self.name, whole=self.part.is_whole)
         self.settle(self.part)
         whole = None if self.device is None else self.device.newest(self.part, self.index)
         if whole is None and self.part.block.resident:
@@ -154,6 +169,7 @@ class WeightSource(_OfParameter):
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
+        self._check_here(self.name, whole=self.part.is_whole)
         if self.changes is not None:
             self.changes(self.part.block)
         self.part.rewritten = True
@@ -197,6 +213,7 @@ class StateSource(_OfParameter):
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
+        self._check_here(self.name, whole=self.part.own.ranks == 1)
         self.settle("")
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
@@ -231,6 +248,7 @@ class StateSource(_OfParameter):
 
     def take(self) -> Tensor:
         """The content as a tensor that outlives the store; no copy if it is in memory."""
+        self._check_here(self.name, whole=self.part.own.ranks == 1)
         native = self.part.native
         away = native is None or self.part.on_disk or self.part.state_home is not None or self._is_outdated
         address = None if away or native is None else native.state_address(self.array)

@@ -18,6 +18,8 @@ from lightning_hetero.runtime.device.gradients import Claim, check_dense, grads_
 from lightning_hetero.runtime.early_changes import ReadEarly
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.runtime.slice_gradients import SliceClaim
+from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.runtime.taken_gradients import TakenGradients
 from lightning_hetero.store.live.blocks import Block, Part
@@ -42,7 +44,8 @@ class DuePart:
     part: Part
     indices: list[int]  # positions of the updated parameters
     numbers: list[Hyper]  # their hyper-parameters, for a native update
-    claim: Claim | None  # their gradients that have left a device; ``None`` if the device is the host
+    # Their gradients that have left a device, or of which the rank has a slice; else ``None``.
+    claim: Claim | SliceClaim | None
     early: ReadEarly | None  # if it was issued before the verdict
 
 
@@ -65,8 +68,8 @@ class DueUpdate:
 class Updater:
     """Updates parts for the bound optimizers."""
 
-    def __init__(self, store: TierStore, device: DeviceSide | None = None) -> None:
-        self.store, self.device = store, device
+    def __init__(self, store: TierStore, device: DeviceSide | None = None, slices: Slices | None = None) -> None:
+        self.store, self.device, self.slices = store, device, slices
         self.blobs = StateBlobs(store)  # state that only an optimizer's own code knows
         self.rules = StepRules()  # how gradients are used, from one step to another
         self.owners: dict[int, OptimizerBinding] = {}  # of each parameter that trains, by the parameter's ``id``
@@ -186,9 +189,9 @@ class Updater:
         params = [part.params[i] for i in indices]
         keys = list(map(id, params))
         self._updated.update(keys)
-        claim = None
-        if self.device is not None and not self.device.gradients.ids().isdisjoint(keys):
-            claim = self.device.gradients.claim(params, keep=self.rules.keep_gradients)
+        claim, apart = None, self.device or self.slices
+        if apart is not None and not apart.gradients.ids().isdisjoint(keys):
+            claim = apart.gradients.claim(params, keep=self.rules.keep_gradients)
         numbers: list[Hyper] = []
         if binding.rule is Rule.NATIVE:
             self._groups = groups = self._groups or binding.groups()
@@ -224,7 +227,7 @@ class Updater:
             elif self.device is not None and on_device:
                 self.device.updates.update(one.part, list(zip(one.indices, one.numbers, grads, strict=True)), scale=due.scale)
             else:
-                tickets.append(self._update_native(one, grads, due.scale, priority, after, speculative=speculative))
+                tickets += self._update_native(one, grads, due.scale, priority, after, speculative=speculative)
             if one.claim is not None:
                 one.claim.used(tickets[-1] if tickets else None)
             if one.early is not None and not speculative:
@@ -262,7 +265,8 @@ class Updater:
         """The part's parameters whose update for this optimizer is due, by position."""
         if self._updated and self._updated.issuperset(map(id, part.params)):  # as nearly all are at the verdict
             return []
-        away = () if self.device is None else self.device.gradients.ids()
+        apart = self.device or self.slices
+        away = () if apart is None else apart.gradients.ids()
         # The engine skips parameters without elements. An optimizer's own code counts their steps.
         counts_empty = binding.rule is not Rule.NATIVE
         found = []
@@ -271,7 +275,7 @@ class Updater:
                 key = id(param)
                 if key in self._updated or self.owners.get(key) is not binding:
                     continue
-                if (key in away or param.grad is not None) and (counts_empty or param.numel()):
+                if (key in away or (self.slices is None and param.grad is not None)) and (counts_empty or param.numel()):
                     found.append(index)
         return found
 
@@ -299,10 +303,13 @@ class Updater:
 
     def _update_native(
         self, due: DuePart, grads: list[Tensor], scale: float, priority: int, after: Sequence[Ticket], *, speculative: bool
-    ) -> Ticket:
+    ) -> list[Ticket]:
         part = due.part
+        part.is_whole = self.slices is None
         self.store.refresh_master(part)
         segments, hypers = adam.request(part, zip(due.indices, due.numbers, grads, strict=True))
+        if not segments:  # other ranks have all of these parameters
+            return []
         if part.opened is None:
             resident = part.block.resident
             self.store.open_update(part, resident=resident, priority=priority, after=after, speculative=speculative)
@@ -312,7 +319,7 @@ class Updater:
         self.store.master_is_current(part)
         if self.device is not None:
             self.device.weights.outdate(part)
-        return ticket
+        return [ticket]
 
     def _update_in_python(self, due: DueUpdate, one: DuePart) -> list[Ticket]:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer

@@ -42,6 +42,7 @@ __all__ = [
 
 _HOMES = {  # the modules in which the public classes are written
     "HeteroOffloadStrategy": "lightning_hetero.strategies.hetero_offload",
+    "HeteroOffloadRanksStrategy": "lightning_hetero.strategies.offload_ranks",
     "HeteroParallelStrategy": "lightning_hetero.parallel.strategies.hetero_parallel",
     "HeteroParallelOffloadStrategy": "lightning_hetero.parallel.strategies.hetero_parallel_offload",
     "HeteroParallelFsdpStrategy": "lightning_hetero.parallel.strategies.hetero_parallel_fsdp",

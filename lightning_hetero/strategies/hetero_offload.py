@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.store.partition import BlockCls
+from lightning_hetero.strategies import offload_ranks
 from lightning_hetero.strategies import option_checks as checked
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import chosen
@@ -19,7 +23,7 @@ from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
 
 if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -94,6 +98,7 @@ class HeteroOffload(_Base):
     """
 
     strategy_name = "hetero_offload"
+    cluster_environment: ClusterEnvironment | None = None  # Lightning's, which it sets before the devices
 
     @checked.with_hints
     def __init__(
@@ -163,6 +168,16 @@ class HeteroOffload(_Base):
         speak(lightning_of(self))
         self._root_device = self.run.use_device(self._root_device)
         compute_on(self.precision_plugin, self._root_device, self.run.module.trainer)
+
+    @property
+    def parallel_devices(self) -> None:
+        """None: it has one device until Lightning says otherwise."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            offload_ranks.join_ranks(self, devices)
 
     @property
     def plan(self) -> Plan | None:

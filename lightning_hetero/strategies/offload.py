@@ -81,6 +81,10 @@ class OffloadRun:
         self._failed = False
         self.choose(choices)
 
+    def join(self, peers: Peers) -> None:
+        """Says that this process is one of several, before :meth:`setup`."""
+        self._peers = peers
+
     def choose(self, choices: Choices) -> None:
         """Says how this process trains, before :meth:`setup`."""
         self.choices = choices
@@ -418,6 +422,9 @@ class OffloadRun:
 
     def _parks(self, session: Session) -> bool:
         """Stops the session. Returns whether it keeps the model on disk."""
+        if self._failed and session.options.collectives is not None:  # other ranks are elsewhere
+            session.abandon()
+            return False
         try:
             return session.stop()
         except Exception as error:  # the error that interrupted the fit may come again, whatever its class

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
-from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, Source
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.untyped import Operator, Options, Value, Values
 
@@ -48,6 +49,19 @@ class Held:
         return self.part.shaped(self.index, run_of(self.part, self.index, self.buffer.memory.view(self.dtype)))
 
 
+class Gradient(Source, Protocol):
+    """A gradient in host memory, or the elements of it that this process has."""
+
+    def live(self) -> Tensor:
+        """The memory itself; clipping and loss scaling change it in place."""
+
+    def norm(self, order: float) -> Tensor:
+        """The norm of the whole gradient."""
+
+    def changed(self) -> None:
+        """The content has changed."""
+
+
 class GradientSource:
     """A held gradient as a handle reads and writes it (``handles.offloaded_tensor.Source``)."""
 
@@ -63,6 +77,13 @@ class GradientSource:
         self._wait(self.held.part.block)
         return self.held.value()
 
+    def norm(self, order: float) -> Tensor:
+        """The norm that the device computed, or that of the gradient in host memory."""
+        if (known := self.held.norm) is not None and known[0] == order:
+            return known[1].clone()
+        norm: Tensor = torch.linalg.vector_norm(self.live(), order)
+        return norm.to(self.held.param.device)
+
     def read(self) -> Tensor:
         """A fresh tensor with the gradient."""
         return torch.empty_strided(self.shape, self.held.param.stride(), dtype=self.dtype).copy_(self.live())
@@ -70,6 +91,10 @@ class GradientSource:
     def write(self, value: Tensor) -> None:
         """Replaces the gradient."""
         self.live().copy_(value)
+        self.changed()
+
+    def changed(self) -> None:
+        """The content has changed."""
         self.held.norm = None
 
 
@@ -80,7 +105,7 @@ class HostGradient(OffloadedTensor):
     see a copy on the device.
     """
 
-    source: GradientSource
+    source: Gradient
 
     @classmethod
     def _act(cls, func: Operator, types: Sequence[type], args: Values = (), kwargs: Options | None = None) -> Value:
@@ -97,7 +122,7 @@ class HostGradient(OffloadedTensor):
                 return [_norm(gradient, *args[1:]) for gradient in some]
             if func in _host_functions():
                 for gradient in some:
-                    gradient.source.held.norm = None
+                    gradient.source.changed()
                 lives = [gradient.source.live() for gradient in some]
                 others = [a.cpu() if isinstance(a, Tensor) else a for a in args[1:]]
                 if first is not some[0]:
@@ -120,12 +145,7 @@ def _host_functions() -> frozenset[Operator]:
 
 
 def _norm(gradient: HostGradient, order: float = 2.0) -> Tensor:
-    """The norm that the device computed, or that of the gradient in host memory."""
-    known = gradient.source.held.norm
-    if known is not None and known[0] == float(order):
-        return known[1].clone()
-    norm: Tensor = torch.linalg.vector_norm(gradient.source.live(), order)
-    return norm.to(gradient.device)
+    return gradient.source.norm(float(order))
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
@@ -139,7 +159,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
     found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
     if float(inverse) != 1.0:
         for source in here:
-            source.held.norm = None
+            source.changed()
 
 
 def run_of(part: Part, index: int, flat: Tensor) -> Tensor:

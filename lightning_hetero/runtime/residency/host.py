@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from lightning_hetero._native import READY
 from lightning_hetero.ir.schedule import Schedule
+from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency import Residency
@@ -30,7 +31,7 @@ class HostResidency(Residency):
         """The parameters of a block on disk are handles between two uses."""
         return block.weights_on_disk
 
-    def held(self, last: Schedule | None) -> tuple[frozenset[int], None]:
+    def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom | None]:
         """The blocks in memory now, which ops change as they are submitted."""
         held = self.weights.held()
         for block in held:  # a batch without backward has not waited for every FETCH

@@ -77,6 +77,16 @@ class Moved:
     counts: bool = False
 
 
+class Slice(NamedTuple):
+    """Which of the equal slices of each part a rank owns; see [Note: Shards] in ``ir.shards``."""
+
+    rank: int = 0
+    ranks: int = 1
+
+
+WHOLE = Slice()  # of one rank: all of it
+
+
 class RunLayout(NamedTuple):
     """How a parameter lies in its part's memory: one run of elements in its memory order."""
 
@@ -95,7 +105,10 @@ class Part:
         params: The parameters, in the order of their offsets.
         offsets: First element of each parameter in the run.
         dtype: Dtype of all of them.
-        num_elements: Length of the run in elements, padding included.
+        num_elements: Length of the run in elements, padding included; equal slices of whole pages
+            if several ranks share it.
+        own: Which slice the native part has: updates and state are of that alone.
+        is_whole: The memory has the newest weights of all ranks, not of this one's slice alone.
         arena: The reserved memory, whose addresses stay the same.
         lent: Memory in which the weights lie instead, from FETCH to RELEASE; see [Note: Buffers of
             FETCH] in ``runtime/residency/fetch_buffers.py``.
@@ -132,6 +145,7 @@ class Part:
         alignment_bytes: A multiple at which each parameter starts.
         layouts: How each parameter lies in the run; none of it changes, whatever code does to the
             parameter.
+        pieces: What of each parameter the native part has: the first element there, and how many.
     """
 
     block: Block
@@ -166,7 +180,10 @@ class Part:
     is_lent: bool = False
     place: int = 0
     alignment_bytes: int = 0
+    own: Slice = WHOLE
+    is_whole: bool = True
     layouts: list[RunLayout] = field(init=False)
+    pieces: list[tuple[int, int]] = field(init=False)
     _sizes: list[int] = field(init=False)  # of the parameters and, in between, of the padding behind each
     _own_run: Tensor | None = field(default=None, init=False)  # of the reserved memory
 
@@ -175,6 +192,10 @@ class Part:
         ends = [*self.offsets[1:], self.num_elements]
         for start, end, layout in zip(self.offsets, ends, self.layouts, strict=False):  # a blob has no parameters
             self._sizes += layout.numel, end - start - layout.numel
+        begin, self.pieces = self.own.rank * self.slice_elements, []
+        for start, layout in zip(self.offsets, self.layouts, strict=False):
+            first, last = max(start, begin), min(start + layout.numel, begin + self.slice_elements)
+            self.pieces.append((first - begin, max(0, last - first)))
 
     def require_native(self) -> NativePart:
         """The native part.
@@ -186,6 +207,16 @@ class Part:
         if self.native is None:
             raise lost((self.names or [self.block.name])[0])
         return self.native
+
+    @property
+    def slice_elements(self) -> int:
+        """Elements that the native part has."""
+        return self.num_elements // self.own.ranks
+
+    @property
+    def slice_address(self) -> int:
+        """Where they begin in the reserved memory."""
+        return self.arena.address + self.own.rank * self.slice_elements * self.dtype.itemsize
 
     @property
     def has_old_state(self) -> bool:
@@ -238,6 +269,14 @@ class Part:
     def runs(self, flat: Tensor) -> Sequence[Tensor]:
         """The runs of the parameters in a flat tensor with the part's layout."""
         return flat.split_with_sizes(self._sizes)[::2]
+
+    def own_piece(self, index: int, flat: Tensor) -> tuple[int, Tensor]:
+        """Where the native part has its piece of a parameter, and that piece of a flat run."""
+        if self.own.ranks == 1:
+            return self.offsets[index], flat
+        start, length = self.pieces[index]
+        first = self.own.rank * self.slice_elements + start - self.offsets[index]
+        return start, flat[first : first + length] if length else flat[:0]
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""
@@ -304,12 +343,14 @@ def bind(
     away: Callable[[nn.Parameter], bool] = lambda _: False,
     *,
     alignment_bytes: int = ALIGNMENT_BYTES,
+    own: Slice = WHOLE,
 ) -> list[Block]:
     """Moves every parameter into reserved memory; meta parameters get memory without content.
 
     Meta parameters are replaced by new parameters in the modules that hold them, so this comes
     before the optimizers. Parameters that are ``away`` (offloaded by somebody else) get memory that
-    they do not use yet. Each parameter starts at a multiple of ``alignment_bytes``.
+    they do not use yet. Each parameter starts at a multiple of ``alignment_bytes``. The rank has
+    its ``own`` slice of every part.
     """
     blocks: list[Block] = []
     trained: dict[int, Block] = {}  # by the spec of the rest
@@ -323,7 +364,7 @@ def bind(
         for name, param in spec.params.items():
             groups.setdefault((param.dtype, param.requires_grad), []).append(name)
         for (dtype, _), names in groups.items():
-            block.parts.append(_bind_part(root, block, names, dtype, away, alignment_bytes))
+            block.parts.append(_bind_part(root, block, names, dtype, away, alignment_bytes, own))
         blocks.append(block)
     return blocks
 
@@ -344,7 +385,7 @@ def parts_of(blocks: Iterable[Block]) -> list[Part]:
 
 
 def _reserve(
-    block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int, alignment_bytes: int
+    block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int, alignment_bytes: int, own: Slice
 ) -> Part:
     """A part with memory of its own, which its parameters do not use yet."""
     offsets, total = [], 0
@@ -352,10 +393,12 @@ def _reserve(
         offsets.append(total)
         total += aligned_elements(param.numel(), dtype.itemsize, alignment_bytes)
     total = max(total, aligned_elements(1, dtype.itemsize, alignment_bytes))
+    if own.ranks > 1:  # whole pages, so that those of other slices can be given back
+        total = own.ranks * round_up(-(-total // own.ranks), PAGE // dtype.itemsize)
     arena = Arena(round_up(total * dtype.itemsize, PAGE))
     return Part(
         block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena, place=place,
-        alignment_bytes=alignment_bytes,
+        alignment_bytes=alignment_bytes, own=own,
     )  # fmt: skip
 
 
@@ -373,7 +416,7 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
     parts = []
     for indices in groups:
         names, params = [part.names[i] for i in indices], [part.params[i] for i in indices]
-        new = _reserve(part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes)
+        new = _reserve(part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes, own=part.own)
         for index, param in enumerate(new.params):
             if moves(param):
                 memory = new.memory(index)
@@ -393,10 +436,11 @@ def _bind_part(
     dtype: torch.dtype,
     away: Callable[[nn.Parameter], bool],
     alignment_bytes: int,
+    own: Slice,
 ) -> Part:
     params = [block.spec.params[n] for n in names]
     place = list(block.spec.order or block.spec.params).index(names[0])
-    part = _reserve(block, names, params, dtype, place=place, alignment_bytes=alignment_bytes)
+    part = _reserve(block, names, params, dtype, place=place, alignment_bytes=alignment_bytes, own=own)
     with torch.no_grad():
         for i, param in enumerate(params):
             memory = part.memory(i)

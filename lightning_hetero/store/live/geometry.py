@@ -34,7 +34,7 @@ def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, s
         state: Tier of the state arrays.
     """
     opaque = num_state == 0
-    length = part.num_elements * (part.dtype.itemsize if opaque else 1)
+    length = part.slice_elements * (part.dtype.itemsize if opaque else 1)
     chunk = min(_CHUNK_ELEMENTS * (4 if opaque else 1), round_up(length, _CHUNK_ALIGN))
     return PartGeometry(
         id=identifier,

@@ -24,7 +24,7 @@ def new_native(store: TierStore, part: Part, geometry: PartGeometry) -> NativePa
     """A native part for the part, beside the one that it may have."""
     if part.in_place is not None and geometry.num_slots == 1:
         return store.files.open_in_place(replace(geometry, id=0), part.arena.address, part.in_place)
-    return store.files.open_part(geometry, part.arena.address)
+    return store.files.open_part(geometry, part.slice_address)
 
 
 def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:

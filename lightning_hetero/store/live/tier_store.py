@@ -357,7 +357,7 @@ class TierStore:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays in one rewrite."""
         self.flush(part)
         part.fresh = False
-        rows = [(array, part.offsets[index], value) for array, index, value in runs]
+        rows = [(array, *part.own_piece(index, value)) for array, index, value in runs]
         self.rewrite(part, rows, from_memory=False, state=True).wait()
         for _, _, value in rows:
             self.on_patched(value)

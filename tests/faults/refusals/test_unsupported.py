@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.models import Outcome, Recipe, Shape
 from support.refusals import RECIPE, assert_usable, fit, new_module, refused, tree
@@ -16,11 +17,29 @@ from lightning_hetero.errors import (
     OutOfMemoryBudgetError,
     UnsupportedError,
 )
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 
-def test_two_devices_are_refused(root: Path) -> None:
-    refused_in(root, UnsupportedError, ["devices=2", "one process", "devices=1"], devices=2)
+@pytest.mark.parametrize(
+    ("options", "flags", "words"),
+    [
+        ({"plan": "auto"}, {}, ["plan='holistic'", 'plan="host"', "hetero_parallel"]),
+        ({"disk_path": "store"}, {}, ["disk_path=", "Leave disk_path out"]),
+        ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
+        ({"device": EmulatedDevice(memory="1GiB")}, {}, ["device=EmulatedDevice", "Leave device out"]),
+        ({}, {"precision": "bf16-true"}, ["precision='bf16-true'", "'bf16-mixed'"]),
+        ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
+        ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
+    ],
+)
+def test_several_devices_refuse_by_name_before_processes_start(
+    root: Path, options: dict[str, Any], flags: dict[str, Any], words: list[str]
+) -> None:
+    strategy = HeteroOffloadStrategy(**{"plan": "host", **options})
+    with pytest.raises(UnsupportedError) as caught:
+        Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **flags)
+    assert all(word in str(caught.value) for word in ["devices=2", "devices=1", *words])
 
 
 def test_two_nodes_are_refused(root: Path) -> None:

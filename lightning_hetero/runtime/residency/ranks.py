@@ -1,0 +1,106 @@
+"""Weights of which a rank has a slice between uses; see [Note: Slices at run time]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.ir.plan import Tier
+from lightning_hetero.ir.schedule import Schedule
+from lightning_hetero.lowering import DeviceRoom
+from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.residency.host import HostResidency
+from lightning_hetero.runtime.slices import Slices
+from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.units import format_bytes
+
+
+class RanksResidency(HostResidency):
+    """See :class:`~lightning_hetero.runtime.residency.Residency`.
+
+    What brings weights is a collective, so all ranks do it at the same place of their programs.
+    """
+
+    def __init__(self, context: RunContext, slices: Slices) -> None:
+        super().__init__(context)
+        self._slices = slices
+
+    def is_away(self, block: Block) -> bool:
+        """Whether the rank has only a slice of the block's weights between uses."""
+        return block.plan.weights is not Tier.DEVICE
+
+    def is_released(self, block: Block) -> bool:
+        """Parameters are handles where the rank has, or may have, a slice alone."""
+        return self.is_away(block) or not _is_whole(block)
+
+    def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom]:
+        """The blocks whose weights are whole and the newest."""
+        whole = frozenset(b.index for b in self._blocks if _is_whole(b))
+        room = self._context.placement.device_cache_bytes
+        return frozenset(), DeviceRoom(resident=whole, capacity_bytes=room, ranks=self._slices.collectives.ranks)
+
+    def begin_batch(self, *, training: bool, whole: bool) -> None:
+        """Gives back what no RELEASE has, because the last batch had no schedule to its end."""
+        super().begin_batch(training=training, whole=whole)
+        for block in () if whole else self._blocks:
+            if self.is_away(block) and not block.uses:
+                self._slices.release(block)
+
+    def unforeseen(self, block: Block) -> bool:
+        """Brings the block's weights, so that the rest of the schedule does not hold."""
+        self._strayed = True
+        self.bring(block)
+        return False
+
+    def ensure(self, block: Block) -> None:
+        """Brings weights that the rank does not have whole."""
+        self.renewed.discard(block.index)
+        if self._strayed or not _is_whole(block):
+            self.bring(block)
+
+    def bring(self, *blocks: Block, force: bool = False) -> None:
+        """Makes weights whole, now; ``force`` exceeds the room for them."""
+        for block in blocks:
+            for part in block.parts:
+                self.settle(part)
+            if not _is_whole(block):
+                if not force:
+                    self._make_room(block)
+                self._slices.gather(block)
+        super().bring(*blocks, force=force)
+
+    def _make_room(self, block: Block) -> None:
+        """Releases whole weights that are not in use; in a cycle the block used last goes first.
+
+        Raises:
+            OutOfMemoryBudgetError: Blocks in use leave too little.
+        """
+        if not self.is_away(block):
+            return
+        capacity = self._context.placement.device_cache_bytes
+        whole = [b for b in self._blocks if b is not block and self.is_away(b) and _is_whole(b)]
+        left = capacity - _num_bytes([block, *whole])
+        for victim in sorted(whole, key=lambda b: (b.index - block.index) % len(self._blocks), reverse=True):
+            if left < 0 and not victim.uses:
+                self._slices.release(victim)
+                left += _num_bytes([victim])
+        if left < 0:
+            raise OutOfMemoryBudgetError(
+                f"block {block.name!r} needs {format_bytes(_num_bytes([block]))} for its whole weights; blocks in use at the same "
+                f"time leave too little of the {format_bytes(capacity)} for them. Use fewer blocks at a time, give the plan "
+                f"device_cache_bytes, or choose smaller blocks with block_cls."
+            )
+
+    def shut(self, block: Block) -> None:
+        """A use of the block ends; its parameters become handles."""
+        super().shut(block)
+        if not block.uses and self.is_released(block):
+            self.parameters.hide(block)
+
+
+def _is_whole(block: Block) -> bool:
+    return all(part.is_whole for part in block.parts)
+
+
+def _num_bytes(blocks: Iterable[Block]) -> int:
+    return sum(part.weight_bytes for block in blocks for part in block.parts)

@@ -1,0 +1,221 @@
+"""``Trainer(strategy="hetero_offload", devices=N)``: ranks that share one model on one machine.
+
+[Note: A strategy joins ranks]
+Lightning makes a strategy, or gets it from the user, before it says on how many devices it runs. So
+``HeteroOffload`` begins as a strategy of one device. If the Trainer gives it several, it becomes
+one of this class, whose base is Lightning's for several processes: launcher, samplers, reductions
+of metrics and ``rank_zero`` are Lightning's own, without its wrapper of the model. The run inside
+stays the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.strategies.checkpoints import PathLike
+from lightning_hetero.strategies.console import speak
+from lightning_hetero.strategies.namespaces import Lightning, callbacks_of, lightning_of
+from lightning_hetero.strategies.offload import OffloadRun
+from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.option_checks import Choices
+from lightning_hetero.strategies.resume import State
+from lightning_hetero.untyped import Function
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class _Base(Offloading, DDPStrategy): ...
+else:
+    _Base = Offloading
+
+_PRECISIONS = ("32-true", "bf16-mixed")
+
+
+class _Ranks:
+    """The ranks of a run, as its steps see them."""
+
+    def __init__(self, run: OffloadRun) -> None:
+        self._run = run
+
+    def rules(self, rules: StepRules) -> StepRules:
+        """Updates that wait for the verdict do not begin before it: they could not be undone."""
+        return replace(rules, speculates=False)
+
+    def batch_begins(self, *, training: bool) -> None:
+        """All ranks have the first one's buffers as they train a batch."""
+        if training:
+            share_buffers(self._run)
+
+    def gradients_computed(self) -> None:
+        """Nothing: REDUCEs are ops of the step."""
+
+
+class HeteroOffloadRanks(_Base):
+    """One of several processes that hold a model, its gradients and its state once.
+
+    Each owns a slice of every block. Whole weights come before a block is used, and gradients are
+    summed to slices when its backward has ended. ``HeteroOffloadStrategy`` becomes this if the
+    Trainer has several devices, and has the options.
+    """
+
+    strategy_name = "hetero_offload"
+
+    def _configure_launcher(self) -> None:
+        """Makes the launcher, unless something is asked for that several ranks do not have."""
+        self._check_options()
+        super(Offloading, self)._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Connects the ranks."""
+        if lightning_of(self).is_fit(self.run.module.trainer):
+            self._check_fit(self.run.module.trainer)
+        super(Offloading, self).setup_environment()
+        if self.is_global_zero:
+            speak(lightning_of(self))
+        self.run.use_device(self.root_device)
+        options, group = self.run.options, dist.new_group(timeout=self._timeout)
+        engine = options.engine
+        if not engine.update_threads:
+            engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
+        self.run.change(replace(options, engine=engine, collectives=Collectives(group)))
+
+    def _check_options(self) -> None:
+        """Refuses what several ranks do not have yet.
+
+        Raises:
+            UnsupportedError: Names the option and what is allowed.
+        """
+        choices, number = self.run.choices, self.num_processes
+        if self.num_nodes > 1:
+            raise self._refusal(f"num_nodes={self.num_nodes}", "Pass num_nodes=1.")
+        if self.root_device.type != "cpu":
+            raise self._refusal(
+                f"the Trainer's device {self.root_device}",
+                f'Pass accelerator="cpu". On {number} GPUs use strategy="hetero_parallel".',
+            )
+        if choices.autoplan is not None:
+            raise self._refusal(
+                f"plan={choices.autoplan.planner!r}, which measures one process",
+                'Pass plan="host", or a Plan with weights and state on the host. '
+                'To train whole copies of the model instead, use strategy="hetero_parallel".',
+            )
+        for name, value in _given(choices).items():
+            if value:
+                raise self._refusal(f"{name}={value!r}", f"Leave {name} out.")
+        if self._layer_sync is not None:
+            raise self._refusal("sync_batchnorm=True", "Leave it out.")
+        if (precision := str(self.precision_plugin.precision)) not in _PRECISIONS:
+            raise self._refusal(f"precision={precision!r}", f"Allowed: {', '.join(map(repr, _PRECISIONS))}.")
+
+    def _check_fit(self, trainer: pl.Trainer) -> None:
+        if not self.run.module.automatic_optimization:
+            raise self._refusal("manual optimization", "Use automatic optimization.")
+        kinds = lightning_of(trainer).module("callbacks")
+        savers = (kinds.ModelCheckpoint, kinds.WeightAveraging, kinds.StochasticWeightAveraging)
+        if found := next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, savers)), None):
+            raise self._refusal(
+                f"callback {found}, which reads all weights during the fit",
+                "Pass enable_checkpointing=False, and save the weights after the fit: "
+                "trainer.save_checkpoint(path, weights_only=True).",
+            )
+
+    def _refusal(self, what: str, remedy: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{what} with devices={self.num_processes}: several devices hold one model together, which does not go with it yet. "
+            f"{remedy} Or pass devices=1."
+        )
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Places this rank's slices of the first rank's weights."""
+        if why := _unshared(self.run.module):
+            raise self._refusal(why, "Build the model in memory, in torch.float32.")
+        Offloading.setup(self, trainer)
+        share_buffers(self.run)
+
+    def teardown(self) -> None:
+        """Gives all ranks the whole model back."""
+        Offloading.teardown(self)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+
+    def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
+        """Writes a checkpoint with weights alone, after the fit.
+
+        Raises:
+            UnsupportedError: The fit goes on, or the checkpoint would have optimizer state.
+        """
+        if self.session is not None or "optimizer_states" in checkpoint:
+            raise self._refusal(
+                "a checkpoint during the fit, or with optimizer state",
+                "Save the weights after the fit: trainer.save_checkpoint(path, weights_only=True).",
+            )
+        Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
+        """Refuses: weights come from the model.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise self._refusal(
+            f"ckpt_path={str(checkpoint_path)!r}",
+            "Load the model's weights first: module.load_state_dict(torch.load(path)['state_dict']).",
+        )
+
+
+def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
+    """Makes a strategy of one device one of several; see [Note: A strategy joins ranks]."""
+    parts = vars(strategy)
+    kept = {name: parts[f"_{name}"] for name in ("accelerator", "checkpoint_io", "precision_plugin")}
+    run, environment = strategy.run, parts.get("cluster_environment")
+    parts.clear()
+    strategy.__class__ = class_for(lightning_of(strategy))
+    begin: Function = super(Offloading, strategy).__init__
+    begin(parallel_devices=list(devices), cluster_environment=environment, **kept)
+    strategy.run = run
+    run.join(_Ranks(run))
+
+
+def share_buffers(run: OffloadRun) -> None:
+    """Gives all ranks the first one's buffers."""
+    session = run.session
+    if session is not None and session.options.collectives is not None:
+        for buffer in run.module.buffers():
+            session.options.collectives.broadcast(buffer)
+
+
+def _given(choices: Choices) -> dict[str, object]:
+    """Options that only one process has."""
+    options = choices.options
+    return {
+        "device": options.device, "disk_path": options.disk_path, "weights": choices.weights, "verify": choices.verify,
+        "exclude_frozen_parameters": choices.exclude_frozen, "chunked_head": choices.chunked_head,
+    }  # fmt: skip
+
+
+def _unshared(module: nn.Module) -> str:
+    """Why ranks cannot share the module's weights; empty if they can."""
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            return f"parameter {name!r} on the meta device"
+        if param.dtype is not torch.float32:
+            return f"parameter {name!r} of {param.dtype}"
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            return f"{name!r}, whose forward changes its weights for max_norm={part.max_norm},"
+    return ""
+
+
+def class_for(lightning: Lightning) -> type[HeteroOffloadRanks]:
+    """The class for Trainers of a namespace."""
+    return lightning.subclass(HeteroOffloadRanks, "strategies.DDPStrategy", name="HeteroOffloadRanksStrategy")
