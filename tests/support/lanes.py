@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import DONE
+from lightning_hetero._native import DONE, Ticket
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
-from lightning_hetero.lanes import EngineLanes, Event, Lanes
+from lightning_hetero.lanes import EngineLanes, EngineOp, Event, Lanes
 
 MEMORY_BYTES = 1 << 20
 PATIENCE_S = 60.0  # for what must happen; nothing here waits as long unless it fails
@@ -72,6 +72,13 @@ def threads() -> set[str]:
 
 class InlineLanes(EngineLanes):
     """Nothing overlaps but an op's own tickets: ops wait in the calling thread for those before."""
+
+    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> EngineOp:
+        """Observes each op, those too that give the engine nothing to do."""
+        end = super().submit(op, run, after)
+        if self.observer is not None and not end.tickets:
+            self.observer(end)
+        return end
 
     def _tickets_of(self, events: Sequence[Event]) -> tuple[()]:
         for event in events:
