@@ -15,9 +15,8 @@ import torch.distributed as dist
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind
-from lightning_hetero.lanes import Lanes
+from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.lanes.collectives import Collectives
-from lightning_hetero.lanes.memory import DeviceArena
 
 TIMEOUT_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -71,8 +70,7 @@ def agrees(collectives: Collectives) -> None:
 
 def runs_on_a_lane(collectives: Collectives) -> None:
     """Ops of lane ``net`` meet in the order of submission, however late a rank's others are."""
-    host = torch.device("cpu")
-    lanes = Lanes(host, DeviceArena(0, host, poison=False), poison=False)
+    lanes = EmulatedLanes(EmulatedDevice(memory="1MiB"), poison=False)
     own, whole = torch.zeros(64), torch.zeros(64 * collectives.ranks)
     seen: list[torch.Tensor] = []
     last = []
