@@ -157,9 +157,9 @@ def test_norms_are_computed_on_the_device_only_for_clipping(tmp_path: Path, monk
     used: set[float | None] = set()
     take = HostGradients.take
 
-    def noted(self: HostGradients, block: Any) -> Any:
+    def noted(self: HostGradients, block: Any, **options: Any) -> Any:
         used.add(self.norm_type)
-        return take(self, block)
+        return take(self, block, **options)
 
     monkeypatch.setattr(HostGradients, "take", noted)
     for clip, by, norm_type in ((None, "norm", None), (0.3, "value", None), (0.3, "norm", 2.0)):

@@ -67,6 +67,7 @@ def pretend(limit_bytes: int, folder: Path) -> int:
     for place in (proc / "self", groups):
         place.mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/\n")
+    (proc / "meminfo").symlink_to("/proc/meminfo")
     (groups / "memory.max").write_text(str(limit_bytes))
 
     def available() -> int:
@@ -186,3 +187,5 @@ def test_a_real_group_kills_nothing(
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # a fork's ordinary exit copies pages of what it was forked from, and its group pays for them

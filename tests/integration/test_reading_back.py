@@ -66,17 +66,17 @@ class Ends(pl.Callback):
 
 
 def test_weights_and_state_come_back_with_several_reads_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begun, read, in_files = Begun(monkeypatch), list[int](), list[int]()
+    begun, bytes_read, in_files = Begun(monkeypatch), list[int](), list[int]()
     unbind = OptimizerBinding.unbind
 
-    def counted(binding: OptimizerBinding, read_back: bool = True) -> None:
+    def counted(binding: OptimizerBinding, *, read: bool) -> None:
         assert begun.most >= LAYERS  # weights are there by now
         begun.forget()
         store = binding._store
         assert store is not None
         before = store.stats().bytes_read
-        unbind(binding, read_back)
-        read.append(store.stats().bytes_read - before)
+        unbind(binding, read=read)
+        bytes_read.append(store.stats().bytes_read - before)
         in_files.append(sum(file.stat().st_size for file in (tmp_path / "store").glob("block-*.a")))
 
     monkeypatch.setattr(OptimizerBinding, "unbind", counted)
@@ -88,4 +88,4 @@ def test_weights_and_state_come_back_with_several_reads_under_way(monkeypatch: p
     trainer.fit(LitModel(Recipe(shape=Shape(layers=LAYERS))), data())
     assert ends.while_saving > 1
     assert begun.most >= LAYERS
-    assert 0 < read[0] < in_files[0]  # every chunk once, though several tensors lie in it
+    assert 0 < bytes_read[0] < in_files[0]  # every chunk once, though several tensors lie in it

@@ -22,7 +22,8 @@ from lightning_hetero.profiling import hardware
 
 ALL = snippets()
 PYTHON = [s for s in ALL if s.language == "python" and not s.reason]
-GROUP = [s for s in PYTHON if "HeteroParallelStrategy(" in s.text or '"hetero_parallel"' in s.text]
+RANKS = ("HeteroParallelStrategy(", '"hetero_parallel"', "devices=4,")
+GROUP = [s for s in PYTHON if any(words in s.text for words in RANKS)]
 
 
 @pytest.fixture

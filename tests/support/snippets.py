@@ -41,6 +41,7 @@ REPLACED = {
     'accelerator="cuda", devices=1, strategy="hetero_offload"': (
         'devices=1, strategy=HeteroOffloadStrategy(device=EmulatedDevice(memory="64MiB"))'
     ),
+    "    devices=4,": "    devices=2,",
     'accelerator="gpu", devices=3': 'accelerator="cpu", devices=2',
     '"small-node"': repr(socket.gethostname()),
     '0: {"plan": "disk"}, 3: True': '0: {"plan": "disk"}, 1: True',
