@@ -169,7 +169,7 @@ def picture(result: dict[str, Any]) -> str:
         for precision in result["measured"]
     }
     title = f"Seconds of a step: {result['model']}, {tokens(result)}, medians of turns of one run"
-    return bars(title, groups, left=200)
+    return bars(title, groups, left=220)
 
 
 def bars(title: str, groups: dict[str, list[tuple[str, float, bool]]], *, left: int = 120) -> str:

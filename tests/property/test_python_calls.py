@@ -61,12 +61,8 @@ def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: 
 @pytest.mark.parametrize(
     ("plan", "device", "recipe", "most"),
     [
-        (
-            Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)),
-            None,
-            {},
-            2350,
-        ),  # 2207, and 17 per op that a busy CPU delays
+        # 2207, and 17 for each op that a busy CPU delays
+        (Plan(name="host", blocks=(BlockPlan(name="*", state=Tier.HOST),)), None, {}, 2350),
         (ON_DISK, None, {}, 2800),
         (ON_DISK, None, {"clip": 0.3}, 3600),
         (ON_DEVICE, EmulatedDevice(memory="2MiB"), {}, 4450),
