@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.lanes import memory
@@ -18,7 +18,9 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import ALIGNMENT_BYTES
+from lightning_hetero.units import format_bytes
 
 
 class Budgets:
@@ -46,6 +48,7 @@ class Budgets:
         self._reading_bytes = quantizing.reading_bytes(root)
         self.bindings: list[OptimizerBinding] = []
         self.executor: Executor | None = None  # runs its steps, once the session has started
+        self.store: TierStore | None = None
         # Of a profiled batch. From then on the machine's free memory has to hold activations too.
         self.profile: ModelProfile | None = None
         self.steps = KeptSteps([], [], options, wanted=False)  # keeps the steps of a fit
@@ -128,6 +131,29 @@ class Budgets:
         away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
         rows = zip(self.executor.model.blocks, self.blocks, strict=True)
         return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
+
+    def _room_for_copies(self) -> float:
+        """Host memory for copies: the rest of the budget, or most of the free memory."""
+        lent, staging = (0, 0) if self.store is None else (self.store.loans.num_bytes, self.store.staging_bytes)
+        budget = self.options.host_memory if self.executor is None else self.executor.context.placement.host_memory
+        if budget is None:
+            return lent + available_memory_bytes() * 3 // 4
+        return budget - self.present_bytes - staging
+
+    def _check_room_to_clear(self) -> None:
+        """Refuses to empty the device if the host has no room for what lives there only."""
+        parts = [part for block in self.blocks for part in block.parts]
+        moving = sum(part.weight_bytes for part in parts if not self.running.residency.is_on_host(part.block))
+        kept = [part for part in parts if part.state_home is not None and part.block.plan.state is Tier.DEVICE]
+        moving += sum(4 * part.num_elements * part.require_native().geometry.num_state for part in kept)
+        if moving > self._room_for_copies():
+            raise OutOfMemoryBudgetError(
+                f"measuring this machine's device needs its memory, and {format_bytes(moving)} of weights and optimizer state that "
+                f"live there do not fit host memory meanwhile. Measure the machine before, with `lightning-hetero profile`, or "
+                f"raise host_memory.",
+                moving,
+                "host",
+            )
 
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""

@@ -263,7 +263,7 @@ class Executor:
             self._close_backward()
             self._room.make_room(block)
             self._reach(Phase.BACKWARD, block)
-            if self._is_last_backward(block):
+            if self._schedules.is_last_backward(block.index):
                 self._room.give_way(block)
             if self.device is not None:
                 self.device.gradients.give_back(block)
@@ -273,13 +273,6 @@ class Executor:
             self.residency.open(block)
             if torch.is_grad_enabled():
                 self.hold(block)
-
-    def _is_last_backward(self, block: Block) -> bool:
-        """Whether only backwards of pinned blocks follow."""
-        for index in self._schedules.seen:
-            if not self.blocks[index].spec.pinned:
-                return index == block.index
-        return False
 
     def _close_backward(self) -> None:
         if self._in_backward_of is not None:

@@ -22,7 +22,7 @@ from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.plan import Plan
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.runtime import other_optimizers
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
@@ -46,7 +46,7 @@ from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.slices import slices_of
 from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
-from lightning_hetero.store.capacity import available_memory_bytes, peak_resident_bytes
+from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.store.format.earlier_runs import aside, refusal
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.snapshots import check_room, snapshot
@@ -69,7 +69,6 @@ class Session(Budgets):
         super().__init__(root, options, content, built, alignment_bytes)
         self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
-        self.store: TierStore | None = None
         self.directories = Directories(root, self.blocks, options)
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
@@ -298,14 +297,6 @@ class Session(Budgets):
         run.heap.counted_bytes = placement.activation_bytes
         return RunContext(run=run, placement=placement, model=model, files=self.directories.of_swaps(run.store, placement))
 
-    def _room_for_copies(self) -> float:
-        """Host memory for copies: the rest of the budget, or most of the free memory."""
-        lent, staging = (0, 0) if self.store is None else (self.store.loans.num_bytes, self.store.staging_bytes)
-        budget = self.options.host_memory if self.executor is None else self.executor.context.placement.host_memory
-        if budget is None:
-            return lent + available_memory_bytes() * 3 // 4
-        return budget - self.present_bytes - staging
-
     @contextmanager
     def cleared(self) -> Iterator[None]:
         """Between two batches: inside, the model is not on the device, and its memory is free.
@@ -313,18 +304,7 @@ class Session(Budgets):
         Raises:
             OutOfMemoryBudgetError: The host has no room for what lives on the device only.
         """
-        parts = [part for block in self.blocks for part in block.parts]
-        moving = sum(part.weight_bytes for part in parts if not self.running.residency.is_on_host(part.block))
-        kept = [part for part in parts if part.state_home is not None and part.block.plan.state is Tier.DEVICE]
-        moving += sum(4 * part.num_elements * part.require_native().geometry.num_state for part in kept)
-        if moving > self._room_for_copies():
-            raise OutOfMemoryBudgetError(
-                f"measuring this machine's device needs its memory, and {format_bytes(moving)} of weights and optimizer state that "
-                f"live there do not fit host memory meanwhile. Measure the machine before, with `lightning-hetero profile`, or "
-                f"raise host_memory.",
-                moving,
-                "host",
-            )
+        self._check_room_to_clear()
         with self.running.cleared():
             yield
 

@@ -180,6 +180,13 @@ class Schedules:
         expected = () if passing is None else passing.signature.order
         return StepSignature(order=expected if expected[: len(order)] == order else order, training=False)
 
+    def is_last_backward(self, block: int) -> bool:
+        """Whether only backwards of pinned blocks follow that of this one."""
+        for index in self.seen:
+            if not self._model.blocks[index].pinned:
+                return index == block
+        return False
+
     def _is_long(self, order: Sequence[int]) -> bool:
         return len(order) > _LONG_ORDER * max(1, len(self._model.blocks))
 

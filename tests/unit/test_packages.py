@@ -118,6 +118,18 @@ def test_no_two_public_classes_have_one_name() -> None:
     assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
 
 
+def test_files_stay_short() -> None:
+    """Below 600 lines, and those of tests below 500: what outgrows that holds a second idea."""
+    root = Path(__file__).parents[2]
+    lines = {
+        str(path.relative_to(root)): len(path.read_text(encoding="utf-8").splitlines())
+        for folder in ("lightning_hetero", "tests", "benchmarks", "examples", "native")
+        for path in (root / folder).rglob("*.*")
+        if path.suffix in (".py", ".cc", ".h")
+    }
+    assert {path: count for path, count in lines.items() if count >= (500 if path.startswith("tests") else 600)} == {}
+
+
 def test_few_asserts_say_that_something_exists() -> None:
     """An object is whole once it is made, so its attributes need no such assert."""
     _, asserts = classes_and_asserts()
