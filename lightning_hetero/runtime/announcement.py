@@ -30,6 +30,7 @@ class Allowed:
         is_given: The user has said how much of host memory; otherwise it is what was free.
         files: That the plan's files take.
         disk: Of the disk, with these files.
+        ranks: That hold the model together. The rest is for one of them.
     """
 
     device: int | None
@@ -37,6 +38,7 @@ class Allowed:
     is_given: bool
     files: int
     disk: int
+    ranks: int
 
 
 def placing(blocks: Sequence[Block]) -> Iterator[Block]:
@@ -114,6 +116,8 @@ def _table(placement: Placement, placer: Placer, allowed: Allowed) -> str:
 
 def _reason(placement: Placement, placer: Placer, allowed: Allowed) -> str:
     """Why not everything is in the fastest memory; or that it is."""
+    if allowed.ranks > 1:
+        return f" why: {allowed.ranks} ranks hold the model together. This is the share of one of them."
     if allowed.device is None:
         where, most = "memory", allowed.host
         everywhere = BlockPlan(name="*")

@@ -185,7 +185,8 @@ class Session(Budgets):
         self._started = True
         disk = f"{format_bytes(self.directories.disk_bytes)} of files in {self.disk_root()}" if self.on_disk else ""
         rooms = self.directories.allowed(self.store)
-        allowed = Allowed(self.device_memory, self.host_memory(), self.options.host_memory is not None, *rooms)
+        is_given, ranks = self.options.host_memory is not None, self.options.own.ranks
+        allowed = Allowed(self.device_memory, self.host_memory(), is_given, *rooms, ranks)
         announce(placement, placer, self.blocks, allowed, trains=self._trains, disk=disk, begin_s=begin_s)
 
     def _opened_store(self, placement: Placement, chunk_bytes: int) -> TierStore:

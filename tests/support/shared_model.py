@@ -7,6 +7,8 @@ torch's own AdamW on whole tensors.
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import os
 import sys
@@ -189,10 +191,13 @@ def is_as_under_ddp(out: Path) -> None:
 
 
 def saves_weights(out: Path) -> None:
-    """After the fit all ranks have all weights; optimizer state is refused."""
+    """After the fit all ranks have all weights; optimizer state is refused. The log has shares."""
     shared = model()
-    run = trainer(out, max_steps=1)
+    run, said = trainer(out, max_steps=1), io.StringIO()
+    logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
     run.fit(shared, DataLoader(DATA[RANK::WORLD], BATCH))
+    assert ("2 ranks hold the model together" in said.getvalue()) is (RANK == 0), said.getvalue()
+    assert "nothing to gain" not in said.getvalue()
     run.save_checkpoint(out / "weights.ckpt", weights_only=True)
     saved = torch.load(out / "weights.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], param) for name, param in shared.named_parameters())
