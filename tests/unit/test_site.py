@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import pictures
@@ -72,6 +73,15 @@ def test_no_other_role_is_in_a_docstring() -> None:
     package = (path.read_text(encoding="utf-8") for path in (ROOT / "lightning_hetero").rglob("*.py"))
     roles = {role for text in package for role in re.findall(r":(\w+):`", text)}
     assert roles <= set(known[1].split("|"))
+
+
+def test_output_that_begins_with_a_number_sign_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = pytest.importorskip("pygments.lexers.shell", reason="pygments, which colours the pages, is missing")
+    monkeypatch.setattr(shell.BashSessionLexer, "_ps1rgx", shell.BashSessionLexer._ps1rgx)  # comes back
+    runpy.run_path(str(ROOT / ".ci" / "site_console.py"))["on_config"](None)
+    tokens = [(str(kind), text) for kind, text in shell.BashSessionLexer().get_tokens("$ launch plan.json\n# On node0\ntorchrun\n")]
+    assert ("Token.Generic.Prompt", "$ ") in tokens
+    assert "".join(text for kind, text in tokens if kind == "Token.Generic.Output") == "# On node0\ntorchrun\n"
 
 
 PAGE = (DOCS / "matrix.md").read_text(encoding="utf-8")
