@@ -109,7 +109,7 @@ def picture() -> str:
     fast, beside_fast = turns("accelerate")
     mine = beside_slow + beside_fast
     means = [("hetero_offload", sum(mine) / len(mine)), ("accelerate", sum(fast) / len(fast)), ("airllm", sum(slow) / len(slow))]
-    title = "LoRA of a 7 B model within 2 GiB of memory: seconds of a step, means of turns of one run"
+    title = "LoRA of a 7 B model, ours in 2 GiB, others in 4 GiB: seconds of a step, means of turns"
     return bars(title, {"": [(name, seconds, name == "hetero_offload") for name, seconds in means]})
 
 
