@@ -84,6 +84,16 @@ def test_output_that_begins_with_a_number_sign_is_no_command(monkeypatch: pytest
     assert "".join(text for kind, text in tokens if kind == "Token.Generic.Output") == "# On node0\ntorchrun\n"
 
 
+def test_the_button_copies_commands_without_prompts_and_output() -> None:
+    pytest.importorskip("pygments", reason="pygments, which colours the pages, is missing")
+    shown = runpy.run_path(str(ROOT / ".ci" / "site_console.py"))["on_page_content"]
+    begin, end = '<div class="highlight"><pre><span></span><code>', "</code></pre></div>"
+    python, prompt = f"{begin}x = 1\n{end}", '<span class="gp">$ </span>'
+    console = f"{begin}{prompt}plan <span>--batch</span> &lt;N&gt;\nerror: no\n{prompt}echo $?\n2\n{prompt}doctor\n{end}"
+    copied = console.replace("<div ", '<div data-copy="plan --batch &lt;N&gt;\ndoctor" ')
+    assert shown(f"{python}<p>then</p>{console}", page=None, config=None, files=None) == f"{python}<p>then</p>{copied}"
+
+
 PAGE = (DOCS / "matrix.md").read_text(encoding="utf-8")
 MATRIX = re.findall(r"`tests/((?:unit|integration|property|faults)/\w+\.py(?:::\w+)?)`", PAGE)
 
