@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.schedule import NO_BLOCK
 
-_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST")
+_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT")
 _FLAGS = 3
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
 
@@ -54,7 +55,7 @@ class Collectives:
             whole: Flat; gets ``ranks`` slices, in the order of the ranks.
             own: This rank's slice, flat; it may be its place in ``whole``.
         """
-        with self._naming("GATHER", own):
+        with self._naming("GATHER", whole):
             dist.all_gather_into_tensor(whole, own, group=self._group)
 
     def reduce(self, own: Tensor, whole: Tensor, received: Tensor, *, divisor: int = 1) -> None:
@@ -66,7 +67,7 @@ class Collectives:
             received: Memory of the size and dtype of ``whole``, which is overwritten.
             divisor: Divides the sum, before it is rounded.
         """
-        with self._naming("REDUCE", own):
+        with self._naming("REDUCE", whole):
             dist.all_to_all_single(received, whole, group=self._group)
         slices = received.view(self.ranks, -1)
         for start in range(0, own.numel(), _PIECE_ELEMENTS):
@@ -81,12 +82,24 @@ class Collectives:
         with self._naming("BROADCAST", tensor):
             dist.broadcast(tensor, group=self._group, group_src=0)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Sends a flat tensor to another rank, which receives it; nothing if it is empty."""
+        if tensor.numel():
+            with self._naming("SEND", tensor):
+                dist.send(tensor, group=self._group, group_dst=to)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fills a flat tensor with what another rank sends; nothing if it is empty."""
+        if tensor.numel():
+            with self._naming("RECEIVE", tensor):
+                dist.recv(tensor, group=self._group, group_src=source)
+
     def meet(self, what: str, block: int, *flags: bool) -> list[bool]:
         """Makes sure that all ranks are about to do the same. Returns which flags any of them has.
 
         Args:
             what: The collective that follows: the name of its op.
-            block: Of which block.
+            block: Of which block; ``NO_BLOCK`` if of none.
             flags: As many on all ranks where ``what`` is the same, at most three.
 
         Raises:
@@ -96,10 +109,11 @@ class Collectives:
         rows = self.agree([_WHAT.index(what), block, *flags, *spare])
         others = {(int(kind), int(at)) for kind, at, *_ in rows}
         if len(others) > 1:
-            each = ", ".join(f"rank {rank}: {_WHAT[int(kind)]} of block {int(at)}" for rank, (kind, at, *_) in enumerate(rows))
+            places = (_WHAT[int(kind)] + ("" if at == NO_BLOCK else f" of block {int(at)}") for kind, at, *_ in rows)
+            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
             raise HeteroError(
                 f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
-                f"order: in each batch, in validation, and in code that reads weights."
+                f"order: in each batch, in validation, and in code that reads weights. All of them call save_checkpoint."
             )
         return [any(row[2 + flag] for row in rows) for flag in range(len(flags))]
 
@@ -107,17 +121,17 @@ class Collectives:
         """Tells numbers to all ranks. Returns those of each rank, the same on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)
         told = torch.empty(self.ranks, len(numbers), dtype=torch.float64)
-        with self._naming("AGREE", own):
+        with self._naming("AGREE", told):
             dist.all_gather_into_tensor(told.view(-1), own, group=self._group)
         rows: list[list[float]] = told.tolist()
         return rows
 
     @contextmanager
-    def _naming(self, what: str, own: Tensor) -> Iterator[None]:
+    def _naming(self, what: str, tensor: Tensor) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise HeteroError(
-                f"{what} of {own.nbytes * self.ranks} bytes has failed on rank {self.rank} of {self.ranks}: another rank has died "
+                f"{what} of {tensor.nbytes} bytes has failed on rank {self.rank} of {self.ranks}: another rank has died "
                 f"or hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
             ) from error

@@ -72,17 +72,21 @@ class _OfParameter(_Source):
 
     __slots__ = ()
 
-    def _check_here(self, name: str, *, whole: bool) -> None:
-        """Refuses to use what this rank does not have; ``whole``: it has all of it.
+    def _spread(self, name: str) -> OffloadedAccessError:
+        return OffloadedAccessError(
+            f"{name!r} is spread over {self.part.own.ranks} ranks. Weights can be used in their own block's forward, and "
+            f"within `with strategy.materialize(...)`, which all ranks have to enter; after the fit they are whole."
+        )
+
+    def _read_spread(self, name: str, array: int) -> Tensor:
+        """What several ranks have slices of, in the parameter's shape.
 
         Raises:
-            OffloadedAccessError: Other ranks have slices of it.
+            OffloadedAccessError: The other ranks do not send theirs now.
         """
-        if not whole:
-            raise OffloadedAccessError(
-                f"{name!r} is spread over {self.part.own.ranks} ranks. Weights can be used in their own block's forward, and "
-                f"within `with strategy.materialize(...)`, which all ranks have to enter; after the fit they are whole."
-            )
+        if self.store.read_spread is None:
+            raise self._spread(name)
+        return self.part.shaped(self.index, self.store.read_spread(self.part, array, self.index))
 
     @property
     def shape(self) -> torch.Size:
@@ -127,7 +131,9 @@ class WeightSource(_OfParameter):
 
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
-        self._check_here(self.name, whole=self.part.is_whole)
+        if not self.part.is_whole:
+            content = self._read_spread(self.name, WEIGHTS)
+            return lambda: content
         self.settle(self.part)
         newest = None if self.device is None else self.device.newest(self.part, self.index)
         if newest is not None:
@@ -140,7 +146,8 @@ class WeightSource(_OfParameter):
 
     def sample(self, firsts: Sequence[int], length: int) -> Tensor:
         """Runs of ``length`` elements of the memory order, joined; the rest is not read."""
-        self._check_here(self.name, whole=self.part.is_whole)
+        if not self.part.is_whole:
+            raise self._spread(self.name)
         self.settle(self.part)
         whole = None if self.device is None else self.device.newest(self.part, self.index)
         if whole is None and self.part.block.resident:
@@ -169,11 +176,17 @@ class WeightSource(_OfParameter):
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
-        self._check_here(self.name, whole=self.part.is_whole)
+        if not (self.part.is_whole or self.store.all_write):
+            raise self._spread(self.name)
         if self.changes is not None:
             self.changes(self.part.block)
         self.part.rewritten = True
         self.settle(self.part)
+        if not self.part.is_whole:
+            own = self.part.own_piece(self.index, self.part.flat(self.index, value, self.dtype))[1]
+            self.part.own_weights(self.index).copy_(own)
+            self.store.on_patched(value)
+            return
         stay_put(self.part, self.index)
         if self.part.block.resident:
             if self.part.block.weights_on_disk:
@@ -213,8 +226,10 @@ class StateSource(_OfParameter):
     def begin(self) -> Callable[[], Tensor]:
         """Begins to :meth:`read`; see [Note: Reads under way]."""
         self.store.check_open(self.part, self.name)
-        self._check_here(self.name, whole=self.part.own.ranks == 1)
         self.settle("")
+        if self.part.own.ranks > 1:
+            spread = self._read_spread(self.name, self.array)
+            return lambda: spread
         if self.part.state_home is not None:
             newest = self.part.shaped(self.index, self.part.state_home.read(self.part, self.array, self.index))
             return lambda: newest
@@ -248,7 +263,6 @@ class StateSource(_OfParameter):
 
     def take(self) -> Tensor:
         """The content as a tensor that outlives the store; no copy if it is in memory."""
-        self._check_here(self.name, whole=self.part.own.ranks == 1)
         native = self.part.native
         away = native is None or self.part.on_disk or self.part.state_home is not None or self._is_outdated
         address = None if away or native is None else native.state_address(self.array)
@@ -256,6 +270,12 @@ class StateSource(_OfParameter):
             return self.read()
         start = address + 4 * self.part.offsets[self.index]
         return self.part.shaped(self.index, tensor_at(native, start, self.part.params[self.index].numel(), torch.float32))
+
+    def take_piece(self) -> Tensor:
+        """What this rank has of the content, flat, as a tensor that outlives the store."""
+        native, (start, length) = self.part.require_native(), self.part.pieces[self.index]
+        begin = native.state_memory(self.array) + 4 * start
+        return tensor_at(native, begin, length, torch.float32) if length else torch.empty(0)
 
 
 def take_all(tensors: Sequence[OffloadedTensor]) -> list[Tensor]:

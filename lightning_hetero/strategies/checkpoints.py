@@ -86,7 +86,8 @@ class Checkpoints:
         if hasattr(ours, "streams"):
             session = self._run.session  # ckpt_path is loaded before setup
             in_memory = (BUILTIN_PLANS["resident"], BUILTIN_PLANS["host"])
-            ours.streams = self._run.options.plans[-1] not in in_memory if session is None else session.on_disk
+            away = self._run.options.plans[-1] not in in_memory if session is None else session.on_disk
+            ours.streams = away or self._run.options.collectives is not None  # no rank has room for all of it
         return used
 
     def attach(self, io: CheckpointIO) -> None:

@@ -78,7 +78,7 @@ class OffloadRun:
         self._last_plan: Plan | None = None
         self._last_trace = Trace(spans=())
         self._last_report: dict[str, int] = {}
-        self._failed = False
+        self.has_failed = False  # the Trainer was interrupted
         self.choose(choices)
 
     def join(self, peers: Peers) -> None:
@@ -179,7 +179,7 @@ class OffloadRun:
         """
         if self.strategy.accelerator is not None:
             self.strategy.accelerator.setup(trainer)
-        self._failed = False
+        self.has_failed = False
         fits = lightning_of(trainer).is_fit(trainer)
         resumed = self.checkpoints.resumed if fits else None
         session = self._open(resumed, fits=fits)
@@ -365,7 +365,7 @@ class OffloadRun:
 
     def failed(self) -> None:
         """The Trainer was interrupted, so :meth:`teardown` must not rely on the engine."""
-        self._failed = True
+        self.has_failed = True
 
     def teardown(self) -> None:
         """Gives the model back, or leaves it on disk if it does not fit memory."""
@@ -405,7 +405,7 @@ class OffloadRun:
     def _summarize(self) -> None:
         """Says what a fit has taken, unless it was interrupted."""
         began, self._began, plan, trainer = self._began, None, self._last_plan, self.trainer
-        if began is None or plan is None or trainer is None or self._failed:
+        if began is None or plan is None or trainer is None or self.has_failed:
             return
         (begin_s, first), error = began, self.prediction_error().get("step_time_error")
         steps, seconds = trainer.global_step - first, now_s() - begin_s
@@ -413,7 +413,7 @@ class OffloadRun:
 
     def _warn_of_lost_step(self, trainer: pl.Trainer) -> None:
         steps = None if self.session is None else self.session.steps
-        if not self._failed and steps is not None and steps.left_out_last:
+        if not self.has_failed and steps is not None and steps.left_out_last:
             log.warning(
                 "Training has ended with step %d, which is not kept (keep_every=%d): it was stopped when the batch after that step "
                 "had begun. A resume goes on from the step that was kept before it. To lose none, pass keep_every=1, or save a "
@@ -422,13 +422,13 @@ class OffloadRun:
 
     def _parks(self, session: Session) -> bool:
         """Stops the session. Returns whether it keeps the model on disk."""
-        if self._failed and session.options.collectives is not None:  # other ranks are elsewhere
+        if self.has_failed and session.options.collectives is not None:  # other ranks are elsewhere
             session.abandon()
             return False
         try:
             return session.stop()
         except Exception as error:  # the error that interrupted the fit may come again, whatever its class
-            if not self._failed:
+            if not self.has_failed:
                 raise
             log.debug("Stopping the session failed.", exc_info=error)
             log.warning("The engine had failed; weights and optimizer state on disk are not brought back.")

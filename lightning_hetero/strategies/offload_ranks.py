@@ -10,7 +10,8 @@ stays the same object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,15 @@ from torch import nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.runtime.slice_reads import KeptState, SliceReads
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.namespaces import Lightning, callbacks_of, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.option_checks import Choices
-from lightning_hetero.strategies.resume import State
+from lightning_hetero.strategies.resume import State, is_store
 from lightning_hetero.untyped import Function
 
 if TYPE_CHECKING:
@@ -69,6 +72,7 @@ class HeteroOffloadRanks(_Base):
     """
 
     strategy_name = "hetero_offload"
+    _kept: KeptState | None = None  # after a fit
 
     def _configure_launcher(self) -> None:
         """Makes the launcher, unless something is asked for that several ranks do not have."""
@@ -114,6 +118,8 @@ class HeteroOffloadRanks(_Base):
                 raise self._refusal(f"{name}={value!r}", f"Leave {name} out.")
         if self._layer_sync is not None:
             raise self._refusal("sync_batchnorm=True", "Leave it out.")
+        if hasattr(self._checkpoint_io, "attach"):
+            raise self._refusal("LocalFirst, which saves on every rank", "Leave it out: checkpoints are ordinary files.")
         if (precision := str(self.precision_plugin.precision)) not in _PRECISIONS:
             raise self._refusal(f"precision={precision!r}", f"Allowed: {', '.join(map(repr, _PRECISIONS))}.")
 
@@ -121,12 +127,14 @@ class HeteroOffloadRanks(_Base):
         if not self.run.module.automatic_optimization:
             raise self._refusal("manual optimization", "Use automatic optimization.")
         kinds = lightning_of(trainer).module("callbacks")
-        savers = (kinds.ModelCheckpoint, kinds.WeightAveraging, kinds.StochasticWeightAveraging)
-        if found := next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, savers)), None):
+        averaging = (kinds.WeightAveraging, kinds.StochasticWeightAveraging)
+        if found := next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, averaging)), None):
+            raise self._refusal(f"callback {found}, which reads all weights at once during the fit", "Leave it out.")
+        rescuers = (one for one in callbacks_of(trainer) if isinstance(one, kinds.OnExceptionCheckpoint) or _saves_late(one))
+        if found := next((type(one).__name__ for one in rescuers), None):
             raise self._refusal(
-                f"callback {found}, which reads all weights during the fit",
-                "Pass enable_checkpointing=False, and save the weights after the fit: "
-                "trainer.save_checkpoint(path, weights_only=True).",
+                f"callback {found}, which saves after an error, when other ranks may have ended,",
+                "Save during the fit: ModelCheckpoint(every_n_train_steps=...).",
             )
 
     def _refusal(self, what: str, remedy: str) -> UnsupportedError:
@@ -137,40 +145,68 @@ class HeteroOffloadRanks(_Base):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Places this rank's slices of the first rank's weights."""
+        self._kept = None
         if why := _unshared(self.run.module):
             raise self._refusal(why, "Build the model in memory, in torch.float32.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
     def teardown(self) -> None:
-        """Gives all ranks the whole model back."""
+        """Gives all ranks the whole model back; optimizers keep their slices of state."""
+        session, collectives = self.session, self.run.options.collectives
+        if session is not None and collectives is not None and session.bindings and not self.run.has_failed:
+            session.drain()
+            self._kept = KeptState(collectives, session.bindings)
         Offloading.teardown(self)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
     def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
-        """Writes a checkpoint with weights alone, after the fit.
+        """Writes an ordinary checkpoint, on the first rank; all ranks call it.
 
         Raises:
-            UnsupportedError: The fit goes on, or the checkpoint would have optimizer state.
+            UnsupportedError: An error has ended the fit.
         """
-        if self.session is not None or "optimizer_states" in checkpoint:
-            raise self._refusal(
-                "a checkpoint during the fit, or with optimizer state",
-                "Save the weights after the fit: trainer.save_checkpoint(path, weights_only=True).",
-            )
-        Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
+        trainer = self.run.module.trainer
+        if trainer.interrupted:
+            raise self._refusal("a checkpoint after an error, when other ranks may have ended", "Go on from the one before.")
+        reads = self._reads()
+        with nullcontext() if reads is None else reads.by_first():
+            Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
+
+    def _reads(self) -> SliceReads | KeptState | None:
+        collectives, session = self.run.options.collectives, self.session
+        if session is None or collectives is None:  # after the fit, or before the ranks are connected
+            return self._kept
+        return SliceReads(collectives, session.running.store, session.blocks, session.running.residency.settle)
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """Refuses: weights come from the model.
+        """Loads a checkpoint file; each rank takes its slices of it.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: The path is a store, which one process has written.
         """
-        raise self._refusal(
-            f"ckpt_path={str(checkpoint_path)!r}",
-            "Load the model's weights first: module.load_state_dict(torch.load(path)['state_dict']).",
-        )
+        if is_store(checkpoint_path):
+            raise self._refusal(
+                f"ckpt_path={str(checkpoint_path)!r}, a store",
+                "Pass a checkpoint file: `lightning-hetero export` makes one of weights.",
+            )
+        return Offloading.load_checkpoint(self, checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
+        """Gives the model a checkpoint's weights; all ranks call it with the same ones."""
+        store = None if self.session is None else self.session.store
+        with nullcontext() if store is None else _all_writing(store):
+            Offloading.load_model_state_dict(self, checkpoint, strict)
+
+
+@contextmanager
+def _all_writing(store: TierStore) -> Iterator[None]:
+    store.all_write = True
+    try:
+        yield
+    finally:
+        store.all_write = False
 
 
 def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
@@ -184,6 +220,10 @@ def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
     begin(parallel_devices=list(devices), cluster_environment=environment, **kept)
     strategy.run = run
     run.join(_Ranks(run))
+
+
+def _saves_late(callback: pl.Callback) -> bool:
+    return bool(vars(callback).get("save_on_exception"))
 
 
 def share_buffers(run: OffloadRun) -> None:

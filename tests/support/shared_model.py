@@ -1,8 +1,9 @@
 """One rank of a test of ``hetero_offload`` on several devices: a script.
 
-See ``tests/integration/test_shared_model.py``. The reference is plain torch in one process: each
-rank's gradients of each batch, their mean in float64 in the order of the ranks, rounded once, and
-torch's own AdamW on whole tensors.
+See ``tests/integration/test_shared_model.py``. The test starts the ranks, as torchrun does, or
+Lightning starts all but the first one. The reference is plain torch in one process: each rank's
+gradients of each batch, their mean in float64 in the order of the ranks, rounded once, and torch's
+own AdamW on whole tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import io
 import logging
 import math
 import os
+import random
+import signal
 import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +26,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
-WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+WORLD = int(os.environ.get("WORLD_SIZE", "2"))
+RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning tells its children the second
 BATCH, STEPS = 2, 4
 DATA = torch.randint(0, 13, (BATCH * STEPS * WORLD, 7), generator=torch.Generator().manual_seed(3))
 
@@ -44,26 +53,29 @@ class Layer(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """A language model; ``kind`` chooses what is special about it."""
+    """A language model; the words of ``kind`` choose what is special about it."""
 
-    def __init__(self, kind: str = "") -> None:
+    def __init__(self, kind: str = "", **options: Any) -> None:
         super().__init__()
-        self.kind, self.losses, self.seen = kind, [], []
+        self.kind, self.losses, self.seen = kind.split(), [], []
+        self.options = {"optimizer": torch.optim.AdamW, "lr": 1e-2, **options}  # of the optimizer
         self.embed, self.head = nn.Embedding(13, 30), nn.Linear(30, 13)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.register_buffer("offset", torch.full((1,), float(RANK)))
-        if kind == "frozen":
+        if "frozen" in self.kind:
             self.layers[1].requires_grad_(False)
             self.layers[2].up.requires_grad_(False)
-            self.embed.requires_grad_(False)
-        if kind == "tied":
+            self.embed.requires_grad_("tied" in self.kind)
+        if "tied" in self.kind:
             self.head.weight = self.embed.weight
 
     def loss(self, batch: Tensor, index: int) -> Tensor:
         """The batch's loss; batches of ranks and steps differ in what they use."""
-        x, rarely = self.embed(batch[:, :-1]) + self.offset, self.kind == "rare" and int(batch.sum()) % 3 == 0
+        if "dies" in self.kind and index == 2 and RANK == WORLD - 1:
+            self.layers[3].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        x, rarely = self.embed(batch[:, :-1]) + self.offset, "rare" in self.kind and int(batch.sum()) % 3 == 0
         for number, layer in enumerate(self.layers):
-            skips = (self.kind == "skips" and index == 1 and number == 2) or (self.kind == "apart" and RANK == 1 and number == 1)
+            skips = ("skips" in self.kind and index == 1 and number == 2) or ("apart" in self.kind and RANK == 1 and number == 1)
             x = x if skips else layer(x, rarely)
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
 
@@ -78,7 +90,8 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         decayed = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() < 2]
-        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=1e-2, fused=True)
+        options = dict(self.options)
+        return options.pop("optimizer")([{"params": decayed, "weight_decay": 0.1}, {"params": others}], fused=True, **options)
 
 
 class Looks(pl.Callback):
@@ -107,54 +120,62 @@ def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
         devices=WORLD,
         strategy=strategy,
         default_root_dir=out,
-        max_epochs=1,
         use_distributed_sampler=False,
-        **quiet | flags,
+        **quiet | {"max_epochs": 1} | flags,
     )
 
 
-def model(kind: str = "", seed: int = 5) -> Model:
+def model(kind: str = "", seed: int = 5, **options: Any) -> Model:
     """A model; other seeds give other weights."""
     torch.manual_seed(seed)
-    return Model(kind)
+    return Model(kind, **options)
 
 
-def reference(kind: str, accumulate: int = 1, clip: float | None = None) -> Model:
-    """The model after the same steps in one process."""
-    plain = model(kind)
+def batches(rank: int = RANK) -> DataLoader[Tensor]:
+    """A rank's batches of an epoch."""
+    return DataLoader(DATA[rank::WORLD], BATCH)
+
+
+def reference(
+    kind: str, accumulate: int = 1, clip: float | None = None, *, by_value: bool = False, mixed: bool = False,
+    begin: Mapping[str, Any] | None = None, number: int = STEPS, **options: Any,
+) -> Model:  # fmt: skip
+    """The model after the first batches of an epoch in one process, also from a checkpoint on."""
+    plain = model(kind, **options)
     plain.offset.zero_()  # the first rank's
     optimizer = plain.configure_optimizers()
-    for step in range(STEPS):
-        means: dict[nn.Parameter, Tensor] = {}
-        every = []
-        for rank in range(WORLD):
-            batch = DATA[rank::WORLD][step * BATCH : (step + 1) * BATCH]
+    if begin is not None:
+        plain.load_state_dict(begin["state_dict"])
+        optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
+    kept: dict[nn.Parameter, Tensor] = {}
+    for step, every in enumerate(islice(zip(*map(batches, range(WORLD)), strict=True), number)):
+        gradients = []
+        for rank, batch in enumerate(every):
             for param in plain.parameters():
                 param.grad = None
-            loss = plain.loss(batch, step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = plain.loss(batch, step)
             (loss / accumulate).backward()
-            every.append({p: p.grad for p in plain.parameters() if p.grad is not None})
+            gradients.append({p: p.grad for p in plain.parameters() if p.grad is not None})
             if rank == RANK:
                 plain.losses.append(loss.item())
-        for param in dict.fromkeys(p for one in every for p in one):
-            total = sum(one[param].double() if param in one else torch.zeros_like(param, dtype=torch.float64) for one in every)
-            means[param] = (total / WORLD).to(param.dtype)
-        for param in plain.parameters():
-            param.grad = None
-        kept = plain.__dict__.setdefault("_kept", {})
-        for param, mean in means.items():
+        for param in dict.fromkeys(p for one in gradients for p in one):
+            total = sum(one[param].double() if param in one else torch.zeros_like(param, dtype=torch.float64) for one in gradients)
+            mean = (total / WORLD).to(param.dtype)
             kept[param] = mean if param not in kept else kept[param] + mean
         if (step + 1) % accumulate:
             continue
-        for param, mean in kept.items():
-            param.grad = mean
-        if clip is not None:
-            given = [p for group in optimizer.param_groups for p in group["params"]]
-            grads = [p.grad for p in given if p.grad is not None]
-            norms = [torch.tensor(math.sqrt(float(g.double().square().sum()))) for g in grads]
+        for param in plain.parameters():
+            param.grad = kept.get(param)
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        if clip is not None and by_value:
+            torch.nn.utils.clip_grad_value_(given, clip)
+        elif clip is not None:
+            norms = [torch.tensor(math.sqrt(float(p.grad.double().square().sum()))) for p in given if p.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(given, clip, torch.stack(norms).norm())
         optimizer.step()
         kept.clear()
+    plain.__dict__["made"] = optimizer
     return plain
 
 
@@ -172,9 +193,40 @@ def is_as_in_one_process(out: Path) -> None:
     ]:  # fmt: skip
         shared = model(kind, seed=5 + RANK)  # the first rank's weights count
         flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
-        trainer(out, callbacks=[Looks()], **flags).fit(shared, DataLoader(DATA[RANK::WORLD], BATCH))
+        trainer(out, callbacks=[Looks()], **flags).fit(shared, batches())
         same(shared, reference(kind, accumulate, clip))
         assert shared.seen, "a rank has slices"
+
+
+def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
+    """So does any model under any of the plans and options that several ranks have."""
+    for seed in range(first, first + number):
+        draw = random.Random(seed)
+        kind = " ".join(word for word in ("frozen", "tied", "rare", "skips") if draw.random() < 0.4)
+        accumulate, clip, by_value = draw.choice([1, 1, 2]), draw.choice([None, None, 0.01, 0.3]), draw.random() < 0.5
+        options = {
+            "optimizer": draw.choice([torch.optim.Adam, torch.optim.AdamW]), "lr": draw.choice([1e-2, 1e-3]),
+            "betas": draw.choice([(0.9, 0.999), (0.0, 0.5)]), "maximize": draw.random() < 0.2,
+        }  # fmt: skip
+        on_device = draw.sample(range(4), draw.choice([0, 0, 1, 4]))
+        plan = Plan(
+            name=f"random-{seed}", prefetch_depth=draw.choice([1, 2, 5]), gradient_depth=draw.choice([1, 4]),
+            priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 1 << 20]),
+            blocks=(*(BlockPlan(name=f"layers.{i}", weights=Tier.DEVICE) for i in on_device), BlockPlan(name="*")),
+        )  # fmt: skip
+        mixed = draw.random() < 0.3
+        flags = {
+            "accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": draw.choice([1, 2, 4]),
+            "gradient_clip_algorithm": "value" if by_value else "norm", "precision": "bf16-mixed" if mixed else "32-true",
+        }  # fmt: skip
+        strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=draw.choice([1, 2]))
+        shared = model(kind, seed=5 + RANK, **options)
+        trainer(out, strategy, **flags).fit(shared, batches(), *[batches()] * draw.choice([0, 1]))
+        try:
+            same(shared, reference(kind, accumulate, clip, by_value=by_value, mixed=mixed, **options))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: {kind!r}, {flags}, {options}, {plan}")
+            raise
 
 
 def is_as_under_ddp(out: Path) -> None:
@@ -184,31 +236,93 @@ def is_as_under_ddp(out: Path) -> None:
         for strategy in (None, "ddp_find_unused_parameters_true"):
             one = model()
             run = trainer(out, strategy, val_check_interval=2, **flags)
-            run.fit(one, DataLoader(DATA[RANK::WORLD], BATCH), DataLoader(DATA[RANK::WORLD], BATCH))
+            run.fit(one, batches(), batches())
             runs.append((one, run.callback_metrics["validated"]))
         same(runs[0][0], runs[1][0])
         assert torch.equal(runs[0][1], runs[1][1])
 
 
 def saves_weights(out: Path) -> None:
-    """After the fit all ranks have all weights; optimizer state is refused. The log has shares."""
+    """After the fit all ranks have all weights, and can save all state. The log has shares."""
     shared = model()
     run, said = trainer(out, max_steps=1), io.StringIO()
     logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
-    run.fit(shared, DataLoader(DATA[RANK::WORLD], BATCH))
+    run.fit(shared, batches())
     assert ("2 ranks hold the model together" in said.getvalue()) is (RANK == 0), said.getvalue()
     assert "nothing to gain" not in said.getvalue()
     run.save_checkpoint(out / "weights.ckpt", weights_only=True)
     saved = torch.load(out / "weights.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], param) for name, param in shared.named_parameters())
-    with pytest.raises(UnsupportedError, match="weights_only=True"):
-        run.save_checkpoint(out / "all.ckpt")
+    run.save_checkpoint(out / "all.ckpt")
+    wanted = reference("", number=1).__dict__["made"].state_dict()["state"]
+    found = torch.load(out / "all.ckpt")["optimizer_states"][0]["state"]
+    assert all(torch.equal(found[key][name], value) for key, state in wanted.items() for name, value in state.items())
+    with pytest.raises(OffloadedAccessError, match=f"spread over {WORLD} ranks. It can be saved"):
+        run.optimizers[0].state[shared.layers[0].up.weight]["exp_avg"].sum()
+    late = trainer(out, callbacks=[ModelCheckpoint(out, save_on_exception=True)], enable_checkpointing=True)
+    with pytest.raises(UnsupportedError, match="callback ModelCheckpoint, which saves after an error"):
+        late.fit(model(), batches())
+
+
+class Saves(pl.Callback):
+    """Saves after each batch, also between two that accumulate; and where no file can be."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, _: Any, __: Any, index: int) -> None:
+        trainer.save_checkpoint(self.out / f"batch-{index}.ckpt", weights_only=index == 0)
+        if index == 1:
+            with pytest.raises(HeteroError, match="cannot be written" if RANK == 0 else "the first rank could not write"):
+                trainer.save_checkpoint("/dev/null/no.ckpt")
+
+
+def saves_checkpoints(out: Path) -> None:
+    """Checkpoints are whole and ordinary, whenever they are saved; saving changes nothing."""
+    shared = model("tied frozen", seed=5 + RANK)
+    callbacks = [ModelCheckpoint(out, "last"), Saves(out)]
+    trainer(out, accumulate_grad_batches=2, enable_checkpointing=True, callbacks=callbacks).fit(shared, batches())
+    same(shared, reference("tied frozen", 2))
+    for name, number in [("batch-0", 0), ("batch-1", 2), ("batch-2", 2), ("batch-3", 4), ("last", 4)]:
+        wanted, saved = reference("tied frozen", 2, number=number), torch.load(out / f"{name}.ckpt")
+        assert saved["state_dict"].keys() == wanted.state_dict().keys()
+        assert all(torch.equal(saved["state_dict"][key], value) for key, value in wanted.state_dict().items()), name
+        assert ("optimizer_states" in saved) is (number > 0)
+        for got, held in zip(saved.get("optimizer_states", ()), [wanted.__dict__["made"].state_dict()], strict=number > 0):
+            assert got["param_groups"] == held["param_groups"]
+            assert got["state"].keys() == held["state"].keys()
+            rows = [(got["state"][key][k], v) for key, state in held["state"].items() for k, v in state.items()]
+            assert all(type(one) is Tensor and torch.equal(one, other) for one, other in rows), name
+
+
+def goes_on_from_a_checkpoint(out: Path) -> None:
+    """Any number of ranks goes on where others have saved, with the weights and all later steps of
+    the reference; so do one process and plain Lightning.
+    """
+    begin = torch.load(out / "last.ckpt")
+    for strategy in (None, "auto") if WORLD == 1 else (None,):
+        shared = model("tied frozen", seed=9 + RANK)
+        trainer(out, strategy, max_epochs=2).fit(shared, batches(), ckpt_path=out / "last.ckpt")
+        same(shared, reference("tied frozen", begin=begin))
+    shared = model("tied frozen", seed=9 + RANK)
+    trainer(out).validate(shared, batches(), ckpt_path=out / "last.ckpt", verbose=False)
+    assert all(torch.equal(param, begin["state_dict"][name]) for name, param in shared.named_parameters())
+
+
+def loses_a_rank(out: Path) -> None:
+    """The last rank is killed within a batch; the others say so, and end."""
+    try:
+        trainer(out).fit(model("dies"), batches())
+    except HeteroError as error:
+        print(str(error))
+        os._exit(0)
+    raise AssertionError("nothing failed")
 
 
 def goes_apart(out: Path) -> None:
     """Ranks whose batches use other blocks say so, and do not wait for each other for ever."""
     try:
-        trainer(out).fit(model("apart"), DataLoader(DATA[RANK::WORLD], BATCH))
+        trainer(out).fit(model("apart"), batches())
     except HeteroError as error:
         print(str(error))
         os._exit(0)
@@ -218,7 +332,10 @@ def goes_apart(out: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(WORLD == 3))
-    for name in sys.argv[2:]:
-        globals()[name](Path(sys.argv[1]))
-    dist.destroy_process_group()
-    print("ok")
+    for word in sys.argv[2:]:
+        name, *numbers = word.split(":")
+        globals()[name](Path(sys.argv[1]), *map(int, numbers))
+    print("ok", flush=True)
+    if WORLD > 1:
+        dist.barrier()  # whoever waits for the first rank finds the words of all
+        dist.destroy_process_group()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -277,6 +277,18 @@ class Part:
         start, length = self.pieces[index]
         first = self.own.rank * self.slice_elements + start - self.offsets[index]
         return start, flat[first : first + length] if length else flat[:0]
+
+    def own_weights(self, index: int) -> Tensor:
+        """The weights of a parameter that the native part has, flat, as they lie in memory."""
+        start, length = self.pieces[index]
+        begin = self.own.rank * self.slice_elements + start
+        return self.run[begin : begin + length] if length else self.run[:0]
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """What each rank has of a parameter: its first element in memory order, and how many."""
+        first, numel, size = self.offsets[index], self.layouts[index].numel, self.slice_elements
+        cuts = [min(max(rank * size - first, 0), numel) for rank in range(self.own.ranks + 1)]
+        return [(begin, end - begin) for begin, end in pairwise(cuts)]
 
     def shaped(self, index: int, flat: Tensor) -> Tensor:
         """A flat run in the parameter's memory order as a tensor of its shape."""

@@ -18,7 +18,7 @@ from lightning_hetero.errors import (
     UnsupportedError,
 )
 from lightning_hetero.lanes import EmulatedDevice
-from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
         ({}, {"precision": "bf16-true"}, ["precision='bf16-true'", "'bf16-mixed'"]),
         ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
+        ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),
     ],
 )
 def test_several_devices_refuse_by_name_before_processes_start(
