@@ -93,7 +93,8 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
     Raises:
         ConfigError: ``block_cls`` matches no module that has parameters, or the whole model; or a
             lazy module has not set its own yet.
-        UnsupportedError: A parameter consists of several tensors, such as those of torchao.
+        UnsupportedError: A parameter consists of several tensors, such as those of torchao; or one
+            that trains is a view of another's memory.
     """
     if lazy := [name for name, param in root.named_parameters() if isinstance(param, UninitializedParameter)]:
         raise ConfigError(
@@ -106,6 +107,7 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
                 f"parameter {name!r} is a {type(param).__name__}: its content is several tensors, as torchao quantizes. Only "
                 f"weights of one tensor are offloaded. Load the model without quantization, or with layers of bitsandbytes."
             )
+    _refuse_views(root)
     repeated = {id(m) for m in _block_modules(root, block_cls)}
     specs: list[BlockSpec] = []
     owner: dict[int, BlockSpec] = {}
@@ -132,6 +134,31 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
 
     visit(root, "", None)
     return [half for spec in specs if spec.params for half in _apart(_without_aliases(spec))]
+
+
+def _refuse_views(root: nn.Module) -> None:
+    """Refuses parameters that train and share memory with another parameter or a buffer.
+
+    Each gets memory of its own in its block. The others would then keep the values that they have.
+    """
+    rows: list[tuple[int, int, int, str, bool]] = []  # storage, begin and end in it, name, whether it trains
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        last = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = int(tensor.storage_offset()) * tensor.itemsize
+        rows.append((tensor.untyped_storage()._cdata, begin, begin + (last + 1) * tensor.itemsize, name, tensor.requires_grad))
+    rows.sort()
+    for i, (storage, _, end, name, trains) in enumerate(rows):
+        for other, begin, _, its_name, its_trains in rows[i + 1 :]:
+            if other != storage or begin >= end:
+                break
+            if trains or its_trains:
+                raise UnsupportedError(
+                    f"{name!r} and {its_name!r} are views of the same memory, and each would train with memory of its own here. "
+                    f"Make them one parameter, as in `head.weight = embedding.weight`, or give each its own values (`clone()`). "
+                    f"With PEFT leave out ensure_weight_tying, or the head and the embedding out of target_modules."
+                )
 
 
 def _apart(spec: BlockSpec) -> Iterator[BlockSpec]:

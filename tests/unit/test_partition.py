@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, matches
 from lightning_hetero.profiling.operators import Addresses, BoundAddresses
 from lightning_hetero.runtime.device.references import BoundWeights
@@ -159,3 +159,34 @@ def test_a_rule_for_trained_parts_comes_first() -> None:
 def test_a_rule_for_trained_parts_is_refused_where_a_model_has_none() -> None:
     with pytest.raises(ConfigError, match=r"blocks that the model lacks: \*:trained"):
         _plan("*:trained", "*").resolve(["embed", "layers.0", "layers.1"])
+
+
+def viewing(kind: str) -> nn.Module:
+    """A head that has the memory of the embedding, but is not it."""
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
+    weight = model["embedding"].weight
+    if kind == "meta":
+        model.to("meta")
+        weight = model["embedding"].weight
+    values = {"copy": weight.data.clone(), "turned": weight.data.t()}.get(kind, weight.data)
+    model["head"].weight = nn.Parameter(values)
+    if kind in ("half", "halves"):
+        model["head"].weight.data = weight.data[2:]
+        model["embedding"].weight.data = weight.data[: 3 if kind == "half" else 2]
+    if kind == "buffer":
+        del model["head"]
+        model.register_buffer("last", weight.data[-1])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["same", "turned", "half", "meta", "buffer"])
+def test_a_trained_view_of_another_parameter_is_refused(kind: str) -> None:
+    model, other = viewing(kind), "last" if kind == "buffer" else "head.weight"
+    with pytest.raises(UnsupportedError, match=f"'embedding.weight' and '{other}' are views of the same memory"):
+        partition(model)
+    partition(model.requires_grad_(False))  # nothing writes into either
+
+
+@pytest.mark.parametrize("kind", ["copy", "halves"])
+def test_parameters_side_by_side_in_memory_are_no_views_of_each_other(kind: str) -> None:
+    partition(viewing(kind))
