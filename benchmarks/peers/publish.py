@@ -12,7 +12,7 @@ PAGE, README, PICTURE = ROOT / "docs" / "comparison.md", ROOT / "README.md", ROO
 SHORT = {"32-true": "fp32", "bf16-true": "bf16"}
 OURS = ("host", "disk")
 STYLE = (
-    "text{font:14px system-ui,sans-serif;fill:#1c2127}.o{fill:#0b6bcb}.t{fill:#9aa4ae}"
+    "text{font:14px system-ui,sans-serif;fill:#1c2127}.h{font-size:12px}.b{font-weight:bold}.o{fill:#0b6bcb}.t{fill:#9aa4ae}"
     "@media(prefers-color-scheme:dark){text{fill:#e4e8ec}.o{fill:#6cb2ff}}"
 )
 
@@ -63,7 +63,8 @@ def setting(result: dict[str, Any], name: str) -> str:
         ("taken", result["taken"]),
         ("all figures", f"[{name}](../benchmarks/results/{name})"),
     ]
-    return table(["", ""], [list(row) for row in rows])
+    head, *others = (list(row) for row in rows)
+    return table(head, others)
 
 
 def tokens(result: dict[str, Any]) -> str:
@@ -178,7 +179,7 @@ def bars(title: str, groups: dict[str, list[tuple[str, float, bool]]], *, left: 
     drawn, top = "", 34
     for group, rows in groups.items():
         if group:
-            drawn += f'<text x="0" y="{top + 14}" font-weight="bold">{group}</text>'
+            drawn += f'<text x="0" y="{top + 14}" class="b">{group}</text>'
             top += 28
         for name, seconds, stands_out in rows:
             width, digits = (520 - left) * seconds / longest, 1 if longest >= 10 else 2
@@ -188,7 +189,7 @@ def bars(title: str, groups: dict[str, list[tuple[str, float, bool]]], *, left: 
             top += 34
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 {top}" role="img" aria-label="{title}"><style>{STYLE}</style>'
-        f'<text x="0" y="16">{title}</text>{drawn}</svg>\n'
+        f'<text x="0" y="16" class="h">{title}</text>{drawn}</svg>\n'
     )
 
 
