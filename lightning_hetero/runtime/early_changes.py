@@ -7,6 +7,7 @@ Code that changes one of them before ``optimizer.step()`` changes the update in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class ReadEarly:
         """An update of this optimizer has read its options and its state."""
         self._read.append((binding, part, indices, numbers))
         if binding not in self._options:
-            self._options[binding] = [(group, dict(group)) for group in binding.optimizer.param_groups]
+            self._options[binding] = [(group, _copied(group)) for group in binding.optimizer.param_groups]
 
     def updated(self, part: Part, indices: Sequence[int]) -> None:
         """An update has written these weights, and counted that."""
@@ -45,7 +46,7 @@ class ReadEarly:
         """What code has changed since, in words; ``None`` if nothing."""
         for group, before in self._options.get(binding, ()):
             for key, value in before.items():
-                if key != "params" and not _is_same(group.get(key), value):
+                if not _is_same(group.get(key), value):
                     return f"{key!r} of {type(binding.optimizer).__name__}"
         mine = ((part, indices, numbers) for owner, part, indices, numbers in self._read if owner is binding and numbers)
         changed = binding.changed_part(mine)
@@ -62,7 +63,14 @@ def _versions(part: Part, indices: Sequence[int]) -> int:
         return sum([part.params[i]._version for i in indices])
 
 
+def _copied(group: Options) -> Options:
+    """Options as they are now: tensors, such as a learning rate, and lists may change in place."""
+    return {key: deepcopy(value) if isinstance(value, Tensor | list) else value for key, value in group.items() if key != "params"}
+
+
 def _is_same(one: Value, other: Value) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
     if one is other:
         return True
     return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)

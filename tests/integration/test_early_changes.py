@@ -11,7 +11,7 @@ import torch
 from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.plain_loops import Run, adamw, batches, plans
 from support.plain_loops import outcome as outcome_of
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_hetero
 from lightning_hetero import HeteroOffloadStrategy
@@ -22,6 +22,14 @@ RECIPE = Recipe(shape=Shape(layers=3))
 
 def rate(optimizer: torch.optim.Optimizer, model: Any) -> None:
     optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def rate_in_place(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def betas_in_place(optimizer: torch.optim.Optimizer, model: Any) -> None:
+    optimizer.param_groups[0]["betas"][0] = 0.5
 
 
 def state_in_place(optimizer: torch.optim.Optimizer, model: Any) -> None:
@@ -72,6 +80,22 @@ def test_overlapping_backward_notices_what_changes_before_the_step(
     options = plans(tmp_path)[where]
     with pytest.raises(ZeroDivisionError):
         outcome_of(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, overlap="backward", **options), Shape())
+
+
+@pytest.mark.parametrize("change", [rate_in_place, betas_in_place])
+def test_options_that_change_in_place_are_noticed(change: Callable[[torch.optim.Optimizer, Any], None], tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    with lightning_hetero.offload(model, optimizer, overlap="backward", **plans(tmp_path)["disk"]):
+        for _ in range(2):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+        change(optimizer, model)
+        with pytest.raises(UnsupportedError, match=r"begin of backward and optimizer\.step.*overlap=\"forward\""):
+            optimizer.step()
 
 
 class Late(LitModel):
