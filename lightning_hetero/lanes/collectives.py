@@ -29,6 +29,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK
 _WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT")
 _FLAGS = 3
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the older name
 
 
 class Collectives:
@@ -56,7 +57,7 @@ class Collectives:
             own: This rank's slice, flat; it may be its place in ``whole``.
         """
         with self._naming("GATHER", whole):
-            dist.all_gather_into_tensor(whole, own, group=self._group)
+            _all_gather(whole, own, group=self._group)
 
     def reduce(self, own: Tensor, whole: Tensor, received: Tensor, *, divisor: int = 1) -> None:
         """Sums gradients over the ranks; each gets its slice of the sum.
@@ -122,7 +123,7 @@ class Collectives:
         own = torch.tensor(numbers, dtype=torch.float64)
         told = torch.empty(self.ranks, len(numbers), dtype=torch.float64)
         with self._naming("AGREE", told):
-            dist.all_gather_into_tensor(told.view(-1), own, group=self._group)
+            _all_gather(told.view(-1), own, group=self._group)
         rows: list[list[float]] = told.tolist()
         return rows
 

@@ -267,8 +267,9 @@ class Placer:
         moved = [(block, new) for block, old, new in rows if old.weights is not new.weights]
         outside = [new for block, new in moved if block.rest is None]
         if outside:
-            names, tier = ", ".join(p.name for p in outside), outside[0].weights.value
-            log.info("The weights of %s are used outside repeated blocks, so they stay in %s memory.", names, tier)
+            names = ", ".join(p.name for p in outside)
+            where = f"in {outside[0].weights.value} memory" if self._ranks == 1 else "whole on each rank"
+            log.info("The weights of %s are used outside repeated blocks, so they stay %s.", names, where)
         if trained := [new for block, new in moved if block.rest is not None]:
             log.info("The trained weights of %d blocks stay in %s memory.", len(trained), trained[0].weights.value)
         return found

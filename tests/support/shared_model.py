@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from itertools import islice
@@ -250,6 +251,7 @@ def saves_weights(out: Path) -> None:
     run.fit(shared, batches())
     assert ("2 ranks hold the model together" in said.getvalue()) is (RANK == 0), said.getvalue()
     assert "nothing to gain" not in said.getvalue()
+    assert ("so they stay whole on each rank" in said.getvalue()) is (RANK == 0)
     run.save_checkpoint(out / "weights.ckpt", weights_only=True)
     saved = torch.load(out / "weights.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], param) for name, param in shared.named_parameters())
@@ -330,6 +332,7 @@ def goes_apart(out: Path) -> None:
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", r"`torch\.distributed\.all_gather", FutureWarning)
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(WORLD == 3))
     for word in sys.argv[2:]:
