@@ -269,11 +269,13 @@ class OffloadedLoop:
         if not self._is_open or self._in_backward or not torch.is_grad_enabled():
             return
         given = frozenset(map(id, args))
+        leaves = [leaf for leaf in tensors_in(output) if leaf.requires_grad and id(leaf) not in given]
+        if not leaves:  # a frozen block before the first one that trains: no backward comes here
+            return
         hook = partial(OffloadedLoop._backward_begins, self)  # lives as long as the node that has it
-        for leaf in tensors_in(output):
-            if leaf.requires_grad and id(leaf) not in given:
-                register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
-                register(hook)
+        for leaf in leaves:
+            register: Callable[[Callable[[Tensor], None]], RemovableHandle] = leaf.register_hook
+            register(hook)
         self._hooks.append(weakref.ref(hook))
 
     def _begin_batch(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:

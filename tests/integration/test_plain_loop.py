@@ -49,6 +49,24 @@ def test_a_loop_has_the_bits_that_it_has_alone(loop: Callable[[Run], None], over
     assert_equal(plain, ours, grads=overlap != "backward")
 
 
+def with_frozen_layers(model: nn.Module) -> list[Optimizer]:
+    """The first half of the model is frozen, as below adapters: its outputs need no gradients."""
+    params = list(model.parameters())
+    for param in params[: len(params) // 2]:
+        param.requires_grad_(False)
+    return [torch.optim.AdamW(params[len(params) // 2 :], lr=0.01, fused=True)]
+
+
+@pytest.mark.parametrize(
+    ("overlap", "where"), [("none", "host"), ("forward", "disk"), *(("backward", w) for w in ("host", "disk", "device"))]
+)
+def test_frozen_layers_come_before_those_that_train(overlap: str, where: str, tmp_path: Path) -> None:
+    plain = outcome(simple, with_frozen_layers, None, Shape())
+    options = plans(tmp_path)[where]
+    ours = outcome(simple, with_frozen_layers, lambda m, o: lightning_hetero.offload(m, o, overlap=overlap, **options), Shape())
+    assert_equal(plain, ours, grads=overlap != "backward")
+
+
 def two_optimizers(run: Run) -> None:
     """Both step after one backward, as with Muon and AdamW; the second of two backwards has one."""
     for number, batch in enumerate(batches(4)):
