@@ -28,6 +28,7 @@ class ReadEarly:
     """The updates of one step that began before its verdict."""
 
     def __init__(self) -> None:
+        self.has_changed = False  # what :meth:`changed` found last
         self._options: dict[OptimizerBinding, list[tuple[Options, Options]]] = {}
         self._read: list[tuple[OptimizerBinding, Part, Sequence[int], Sequence[Hyper]]] = []
         self._written: list[tuple[Part, Sequence[int], int]] = []
@@ -44,6 +45,7 @@ class ReadEarly:
 
     def changed(self, binding: OptimizerBinding) -> str | None:
         """What code has changed since, in words; ``None`` if nothing."""
+        self.has_changed = True
         for group, before in self._options.get(binding, ()):
             for key, value in before.items():
                 if not _is_same(group.get(key), value):
@@ -55,6 +57,7 @@ class ReadEarly:
         for part, indices, version in self._written:
             if _versions(part, indices) != version:
                 return f"weights of block {part.block.name!r}"
+        self.has_changed = False
         return None
 
 

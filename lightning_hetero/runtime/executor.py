@@ -360,6 +360,8 @@ class Executor:
         self.backward_ends()
         if changed := self.updater.early.changed(binding):
             self.changed_early(changed)
+        if self.speculation.trying:
+            self.speculation.notice_changes()
         self._handed_over = True
         if self._apart is not None:
             self._apart.conceal()

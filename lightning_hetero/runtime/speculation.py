@@ -21,6 +21,7 @@ docs/architecture.md says what is different on a device with memory of its own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import READY, Ticket
-from lightning_hetero.errors import HeteroError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.lanes import All, Event, Lanes, OpEvent
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
@@ -49,6 +50,7 @@ class Trial:
     divided: bool  # its gradients have been divided by the scale of the loss
     tickets: list[Ticket] = field(default_factory=list)  # once it has run; none if the store could not take it back
     end: OpEvent | None = None  # of its op, once it is submitted
+    read: list[tuple[nn.Parameter, weakref.ref[Tensor], int]] = field(default_factory=list)  # gradients, and their versions then
 
 
 class Speculation:
@@ -148,6 +150,9 @@ class Speculation:
         """The update has been given to its lane."""
         trial.end = end
         self._tried[trial.due.block.index] = trial
+        with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+            params = [one.part.params[i] for one in trial.due.parts for i in one.indices]
+            trial.read = [(p, weakref.ref(g), g._version) for p in params if (g := p.grad) is not None]
 
     def run(self, trial: Trial, *, priority: int, after: Sequence[Ticket]) -> Sequence[Ticket]:
         """Runs the update if the store can take it back; otherwise it runs after the verdict."""
@@ -187,6 +192,7 @@ class Speculation:
         params = [p for p in params if p.grad is not None]
         if not params:
             return
+        self.notice_changes()
         with torch.no_grad():
             total = self._total_norm(params)
             # Only updates that may be taken back need the verdict on the host.
@@ -195,6 +201,31 @@ class Speculation:
                     return
                 self.discard()
             torch.nn.utils.clip_grads_with_norm_(params, max_norm, total)
+
+    def notice_changes(self) -> None:
+        """Takes updates back if code in backward, such as a hook, has changed their gradients.
+
+        Raises:
+            UnsupportedError: It has changed what was divided by the loss's scale already.
+        """
+        if self.discarded:
+            return
+        self._wait_handed()
+        with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+            tried = [trial for trial in self._tried.values() if trial.divided or trial.tickets]  # others read nothing yet
+            for param, given, version in (row for trial in tried for row in trial.read):
+                grad = param.grad
+                if grad is None or grad is not given() or grad._version != version:
+                    break
+            else:
+                return
+        if self._unscaled:
+            raise UnsupportedError(
+                "a gradient has changed during backward, by a hook for example, after it was divided by the loss's scale. Change "
+                "gradients in on_after_backward or on_before_optimizer_step, so that updates wait."
+            )
+        self._norms.clear()
+        self.discard()
 
     def _total_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         grads = _grads(params)

@@ -239,13 +239,24 @@ class Updater:
 
     def again(self, due: DueUpdate, scale: float) -> DueUpdate:
         """The same update once more, with another scale."""
-        if self.early.changed(due.binding) is not None:
+        if self.early.has_changed:
             due = replace(due, parts=[self._renumbered(one, due.binding) for one in due.parts])
-        if self.device is None:
-            return replace(due, scale=scale)
-        gradients, keep = self.device.gradients, self.rules.keep_gradients
-        parts = [replace(p, claim=gradients.claim([p.part.params[i] for i in p.indices], keep=keep)) for p in due.parts]
+        parts = [one for one in (self._with_gradients(one, due.binding) for one in due.parts) if one.indices]
+        if self.device is not None:
+            gradients, keep = self.device.gradients, self.rules.keep_gradients
+            parts = [replace(p, claim=gradients.claim([p.part.params[i] for i in p.indices], keep=keep)) for p in parts]
         return replace(due, scale=scale, parts=parts)
+
+    def _with_gradients(self, due: DuePart, binding: OptimizerBinding) -> DuePart:
+        """The update without parameters whose gradients code in backward has dropped since."""
+        away = () if self.device is None else self.device.gradients.ids()
+        with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
+            gone = {i for i in due.indices if (p := due.part.params[i]).grad is None and id(p) not in away}
+        if not gone:
+            return due
+        binding.retreat(due.part, gone)
+        left = [(i, number) for i, number in zip(due.indices, due.numbers, strict=True) if i not in gone]
+        return replace(due, indices=[i for i, _ in left], numbers=[number for _, number in left])
 
     @staticmethod
     def _renumbered(due: DuePart, binding: OptimizerBinding) -> DuePart:

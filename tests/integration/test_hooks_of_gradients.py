@@ -11,11 +11,12 @@ import torch
 from support.models import LitModel, Recipe, Shape, assert_same, data, outcome, quiet_trainer
 from support.plain_loops import Run, adamw, assert_equal, plans
 from support.plain_loops import outcome as outcome_of
+from support.verdicts import Overflowing, counted_verdicts, divided, fused, run_scaled
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 import lightning_hetero
-from lightning_hetero import EmulatedDevice, HeteroOffloadStrategy
+from lightning_hetero import BlockPlan, EmulatedDevice, HeteroOffloadStrategy, Plan, Tier, UpdateLane
 from lightning_hetero.errors import UnsupportedError
 
 ACCUMULATING = Recipe(shape=Shape(layers=3), accumulate=2, steps=3)
@@ -87,11 +88,13 @@ class Clipping(LitModel):
 class Late(LitModel):
     """In the backward of the first block, it changes gradients of the last one."""
 
+    drops = True  # some of them
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         def change(_: Tensor) -> None:
             for param in self.model.blocks[2].parameters():
                 if param.grad is not None:
-                    param.grad = param.grad * 0.5 if param.ndim > 1 else None
+                    param.grad = param.grad * 0.5 if param.ndim > 1 or not self.drops else None
 
         def watch(module: Any, args: Any, output: Tensor) -> None:
             output.register_hook(change)
@@ -114,6 +117,16 @@ class Setting(Late):
         loss = LitModel.training_step(self, batch, batch_idx)
         embed.remove()
         return loss
+
+
+class LateAndWhole(Late):
+    """It drops none."""
+
+    drops = False
+
+
+class LateAndScaled(Late, Overflowing):
+    """Its loss is scaled."""
 
 
 class LateAndWaiting(Late):
@@ -152,6 +165,42 @@ def test_code_in_backward_that_uses_gradients_of_updates_is_refused(kind: type[L
     trainer = quiet_trainer(strategy=strategy, limit_val_batches=0, max_steps=2, default_root_dir=tmp_path)
     with pytest.raises(UnsupportedError, match=r"gradient of 'model\.blocks.*update ha[sd] begun.*on_before_optimizer_step"):
         trainer.fit(kind(Recipe(shape=Shape(layers=3))), data())
+
+
+STATE_ON_DISK = Plan(name="state", blocks=(BlockPlan(name="*", state=Tier.DISK, update=UpdateLane.CPU),))
+TRIED: dict[str, dict[str, Any]] = {
+    "disk": {"plan": "disk"},
+    "state": {"plan": STATE_ON_DISK},
+    "device": {"plan": STATE_ON_DISK, "device": EmulatedDevice("4MiB")},
+}
+
+
+@pytest.mark.parametrize("limit", [0.05, 1e6])
+@pytest.mark.parametrize(("where", "kind"), [("disk", Late), ("state", Late), ("disk", LateAndWhole), ("device", LateAndWhole)])
+def test_updates_that_may_be_taken_back_run_again_with_changed_gradients(
+    where: str, kind: type[LitModel], limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(strategy: Any) -> Any:
+        torch.manual_seed(7)
+        module = kind(Recipe(shape=Shape(layers=3)))
+        options: dict[str, Any] = {"gradient_clip_val": limit, "max_steps": 3, "limit_val_batches": 0}
+        trainer = quiet_trainer(strategy=strategy, default_root_dir=tmp_path, **options)
+        trainer.fit(module, data())
+        return outcome(trainer, module)
+
+    verdicts = counted_verdicts(monkeypatch)
+    assert_same(fit("auto"), fit(HeteroOffloadStrategy(**TRIED[where])))
+    assert verdicts["again"] > 0
+
+
+@pytest.mark.parametrize("factory", [fused, divided])
+def test_gradients_that_change_after_they_were_divided_are_refused(
+    factory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted_verdicts(monkeypatch)
+    recipe = Recipe(shape=Shape(layers=3), optimizer=factory)
+    with pytest.raises(UnsupportedError, match=r"changed during backward.*divided by the loss's scale.*on_after_backward"):
+        run_scaled(recipe, HeteroOffloadStrategy(**TRIED["disk"]), tmp_path, frozenset(), LateAndScaled)
 
 
 @pytest.mark.parametrize("kind", [Clipping, LateAndWaiting, AtTheEndAndWaiting])
