@@ -42,7 +42,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
 from lightning_hetero.lanes.backends import BACKENDS, COMPUTES_ON
 from lightning_hetero.lanes.stream_device import StreamDevice
-from lightning_hetero.loops.gradients import GradientsInUse, taken_gradients
+from lightning_hetero.loops.gradients import taken_gradients
 from lightning_hetero.optim.combined import members
 from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.step_clock import StepClock
@@ -174,7 +174,7 @@ class OffloadedLoop:
         self._is_open = False  # a training batch is under way
         self._evaluates = False  # batches without gradients are under way
         self._in_backward = self._had_backward = False
-        self._taken, self._in_use = TakenGradients(), GradientsInUse()
+        self._taken = TakenGradients()
         self._hooks: list[weakref.ref[partial[None]]] = []  # of the graph of the batch under way
         self._looking: AbstractContextManager[None] | None = None  # the profiler, at a batch
         self._looking_back: AbstractContextManager[None] | None = None  # the same, at a backward of it
@@ -348,7 +348,7 @@ class OffloadedLoop:
     def _backward_begins(self, _: Tensor) -> None:
         if self._in_backward:
             return
-        self._in_use.check(running=self._executor.updates_run)
+        self._executor.handlers.in_use.check()
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(_EndOfBackward(self))
         if self._looking is not None and self._autoplan is not None and self._autoplan.profiler is not None:
@@ -404,9 +404,6 @@ class OffloadedLoop:
                 f'overlap="backward", and the loop has set the gradient of {changed[0]!r} between backward and optimizer.step(): '
                 f'its update had begun during backward. Pass overlap="forward", which allows any loop until step().'
             )
-        if self._overlap == "forward" and self._executor.device is None:  # a device's updates read copies
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            self._in_use.stepped((name, p) for name, p in self._named() if id(p) in mine)
         self._step_batches, self._batches = max(1, self._batches), 0
         if optimizer is self._bound[-1]:
             self._end_batch(stepped=True)
@@ -474,7 +471,7 @@ class OffloadedLoop:
         self._executor.arm(None)
         try:
             gradients = taken_gradients(param for _, param in self._named())
-            self.session.stop()
+            self.session.stop(failed=failed)
             for param, gradient in gradients:
                 param.grad = gradient
             if self._device.type != "cpu":

@@ -34,7 +34,7 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.early_changes import TOO_LATE
 from lightning_hetero.runtime.gradient_room import GradientRoom
 from lightning_hetero.runtime.handlers import Batch, Handlers, Key
-from lightning_hetero.runtime.optimizers import OptimizerBinding
+from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency.choice import residency_of
 from lightning_hetero.runtime.speculation import Speculation
 from lightning_hetero.runtime.step import Schedules, Step
@@ -99,11 +99,6 @@ class Executor:
         """The place of compute in the step, for errors."""
         phase = "in backward" if self.batch.in_backward else "in forward"
         return phase if self._at is None else f"{phase}, at block {self._at.name!r}"
-
-    @property
-    def updates_run(self) -> bool:
-        """Whether updates may still run: they have not all been waited for."""
-        return bool(self.handlers.updating)
 
     @property
     def has_begun(self) -> bool:
@@ -376,6 +371,8 @@ class Executor:
             self.handlers.commit()
         if self._apart is not None:
             self._apart.expose()  # gradients that stay, and those of another optimizer
+        if self.updater.rules.keep_gradients and not self.updater.rules.waits and binding.rule is Rule.NATIVE:
+            self.handlers.keep_gradients()
         self.updater.begin_step()
         self.recorder.end_step()
         if self.batch.serial or (self.updater.rules.waits and self.device is not None):

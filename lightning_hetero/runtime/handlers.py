@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
@@ -30,6 +32,7 @@ from lightning_hetero.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
+from lightning_hetero.runtime.gradients_in_use import GradientsInUse
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.slices import Slices
@@ -61,6 +64,7 @@ class Handlers:
     def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
         self.ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
         self.updating: list[OpEvent] = []  # updates that may not have ended yet
+        self.in_use = GradientsInUse()  # gradients that these read
         self._batch, self._speculation, self._residency = batch, speculation, residency
         run = context.run
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
@@ -205,9 +209,20 @@ class Handlers:
 
     def wait_updates(self) -> None:
         """Waits until updates have read their gradients and written weights."""
+        self.in_use.check()
         for end in self.updating:
             end.wait()
         self.updating.clear()
+
+    def keep_gradients(self) -> None:
+        """A step has issued its updates, and gradients stay: code may not write them meanwhile."""
+        if self._side is not None or self._slices is not None or not self.updating:  # some updates read copies
+            return
+        updated, named = self._updater.updated, list[tuple[str, nn.Parameter]]()
+        for block in self._blocks:
+            for part in block.parts:
+                named += [(part.names[i], p) for i, p in enumerate(part.params) if id(p) in updated]
+        self.in_use.follow(named)
 
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -490,7 +490,7 @@ class Session(Budgets):
 
     # ---- stop ------------------------------------------------------------------------------------
 
-    def stop(self) -> bool:
+    def stop(self, *, failed: bool = False) -> bool:
         """Finishes updates, brings weights and state into ordinary memory, and removes the files.
 
         If that does not fit the budget, everything stays where it is, and can be read there.
@@ -498,8 +498,13 @@ class Session(Budgets):
 
         Raises:
             ForkedProcessError: This is a child of fork. Nothing of the parent changes.
+            UnsupportedError: Code has changed what updates read, and nothing else has ``failed``.
         """
         self._check_process()
+        with nullcontext() if self.executor is None else self.executor.handlers.in_use.ending(failed=failed):
+            return self._stop()
+
+    def _stop(self) -> bool:
         if self.store is None or self.executor is None:
             self.abandon()
             return False

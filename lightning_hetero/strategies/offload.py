@@ -426,7 +426,7 @@ class OffloadRun:
             session.abandon()
             return False
         try:
-            return session.stop()
+            return session.stop(failed=self.has_failed)
         except Exception as error:  # the error that interrupted the fit may come again, whatever its class
             if not self.has_failed:
                 raise

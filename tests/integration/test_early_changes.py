@@ -1,4 +1,4 @@
-"""Code changes what an update has read, once it has begun and before the step's verdict."""
+"""Code changes what an update has read or reads: before the step's verdict, or behind it."""
 
 from __future__ import annotations
 
@@ -135,3 +135,21 @@ def test_updates_that_may_be_taken_back_run_again_with_the_new_rate(tmp_path: Pa
     expected = fit(tmp_path, "auto", rate, gradient_clip_val=1e6)
     found = fit(tmp_path, HeteroOffloadStrategy(plan="disk", disk_path=tmp_path / "store"), rate, gradient_clip_val=1e6)
     assert_same(expected, found)
+
+
+class Zeroing(LitModel):
+    """It writes gradients that updates of the step read."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_gradients_that_are_written_after_the_step_are_noticed(plan: str, steps: int, tmp_path: Path) -> None:
+    module = Zeroing(RECIPE)
+    options: dict[str, Any] = {"max_steps": steps, "gradient_clip_val": 1e6, "limit_val_batches": 0}
+    trainer = quiet_trainer(strategy=HeteroOffloadStrategy(plan), default_root_dir=tmp_path, **options)
+    with pytest.raises(UnsupportedError, match=r"written in place after optimizer\.step.*on_before_optimizer_step"):
+        trainer.fit(module, data())
+    assert all(param.isfinite().all() for param in module.parameters())  # the model was given back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,44 @@ def test_overlapping_backward_notices_that_the_loop_sets_gradients(value: float 
         outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, "host", overlap="backward"), Shape())
 
 
+def keeps(run: Run) -> None:
+    run.model.zero_grad(set_to_none=False)
+
+
+def drops(run: Run) -> None:
+    run.model.zero_grad(set_to_none=False)
+    run.optimizer.zero_grad()
+
+
+def waits(run: Run) -> None:
+    run.model.zero_grad(set_to_none=False)
+    run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("after", [keeps, drops, waits])
 @pytest.mark.parametrize("plan", ["host", "disk"])
-def test_overlapping_forward_notices_gradients_written_in_place(plan: str) -> None:
+@pytest.mark.parametrize("steps", [1, 2])
+def test_overlapping_forward_notices_gradients_written_in_place(after: Callable[[Run], None], plan: str, steps: int) -> None:
     def loop(run: Run) -> None:
-        for batch in batches(2):
+        for batch in batches(steps):
             run.backward(batch)
             run.optimizer.step()
-            run.model.zero_grad(set_to_none=False)
+            after(run)
 
     with pytest.raises(UnsupportedError, match=r"written in place after optimizer\.step"):
         outcome(loop, adamw, lambda m, o: lightning_hetero.offload(m, o, plan, overlap="forward"), Shape())
+
+
+def test_overlapping_forward_lets_gradients_be_written_once_something_has_waited() -> None:
+    def loop(run: Run) -> None:
+        for batch in batches(3):
+            run.backward(batch)
+            run.optimizer.step()
+            run.optimizer.state_dict()
+            run.model.zero_grad(set_to_none=False)
+
+    context = partial(lightning_hetero.offload, plan="host", overlap="forward")
+    assert_equal(outcome(loop, adamw, None, Shape()), outcome(loop, adamw, context, Shape()))
 
 
 def test_a_refused_start_leaves_the_model_as_it_was() -> None:
