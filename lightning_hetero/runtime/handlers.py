@@ -141,7 +141,7 @@ class Handlers:
                 self.ends.setdefault((op.kind, op.block), All(waits))
             return All(after)
         if op.lane is Lane.NET:
-            run = partial(_in_turn, run, after)
+            run, after = partial(_in_turn, run, after), ()  # what follows it has nothing else to wait for
         if side is None:
             end = self._lanes.submit(op, run, after)
             if end.error is not None:

@@ -100,6 +100,8 @@ class Looks(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         blocks, follows = trainer.strategy.session.blocks, trainer.strategy.session.running.schedule is not None
+        followed = [ticket for op in trainer.strategy.session.running.lanes._ops for ticket in op.behind]
+        assert len(followed) <= len(trainer.strategy.session.running.lanes._ops), "an op follows its own, not all before it"
         for part in [part for block in blocks for part in block.parts]:
             own = part.run.view(WORLD, -1)
             if follows and not part.block.spec.pinned and not part.is_whole:
@@ -204,7 +206,8 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
     for seed in range(first, first + number):
         draw = random.Random(seed)
         kind = " ".join(word for word in ("frozen", "tied", "rare", "skips") if draw.random() < 0.4)
-        accumulate, clip, by_value = draw.choice([1, 1, 2]), draw.choice([None, None, 0.01, 0.3]), draw.random() < 0.5
+        accumulate, mixed, by_value = draw.choice([1, 1, 2]), draw.random() < 0.3, draw.random() < 0.5
+        clip = None if mixed else draw.choice([None, 0.01, 0.3])  # Lightning refuses both with fused optimizers
         options = {
             "optimizer": draw.choice([torch.optim.Adam, torch.optim.AdamW]), "lr": draw.choice([1e-2, 1e-3]),
             "betas": draw.choice([(0.9, 0.999), (0.0, 0.5)]), "maximize": draw.random() < 0.2,
@@ -215,7 +218,6 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
             priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 1 << 20]),
             blocks=(*(BlockPlan(name=f"layers.{i}", weights=Tier.DEVICE) for i in on_device), BlockPlan(name="*")),
         )  # fmt: skip
-        mixed = draw.random() < 0.3
         flags = {
             "accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": draw.choice([1, 2, 4]),
             "gradient_clip_algorithm": "value" if by_value else "norm", "precision": "bf16-mixed" if mixed else "32-true",
