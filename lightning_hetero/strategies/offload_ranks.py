@@ -147,7 +147,7 @@ class HeteroOffloadRanks(_Base):
         """Places this rank's slices of the first rank's weights."""
         self._kept = None
         if why := _unshared(self.run.module):
-            raise self._refusal(why, "Build the model in memory, in torch.float32.")
+            raise self._refusal(why, "Build the model in torch.float32.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
@@ -246,8 +246,6 @@ def _given(choices: Choices) -> dict[str, object]:
 def _unshared(module: nn.Module) -> str:
     """Why ranks cannot share the module's weights; empty if they can."""
     for name, param in module.named_parameters():
-        if param.is_meta:
-            return f"parameter {name!r} on the meta device"
         if param.dtype is not torch.float32:
             return f"parameter {name!r} of {param.dtype}"
     for name, part in module.named_modules():

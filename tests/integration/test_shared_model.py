@@ -12,7 +12,7 @@ SCRIPT = Path(ranks.__file__).with_name("shared_model.py")
 
 
 def test_two_ranks_train_as_ddp_and_as_one_process(tmp_path: Path) -> None:
-    scenarios = ("is_as_under_ddp", "is_as_in_one_process", "saves_weights")
+    scenarios = ("is_as_under_ddp", "is_as_in_one_process", "is_made_in_slices", "saves_weights")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 

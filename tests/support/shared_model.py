@@ -70,6 +70,10 @@ class Model(pl.LightningModule):
         if "tied" in self.kind:
             self.head.weight = self.embed.weight
 
+    def reset_parameters(self) -> None:
+        """Of a model on the meta device: the buffer."""
+        self.offset.fill_(RANK)
+
     def loss(self, batch: Tensor, index: int) -> Tensor:
         """The batch's loss; batches of ranks and steps differ in what they use."""
         if "dies" in self.kind and index == 2 and RANK == WORLD - 1:
@@ -230,6 +234,15 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
         except AssertionError as error:
             error.add_note(f"seed {seed}: {kind!r}, {flags}, {options}, {plan}")
             raise
+
+
+def is_made_in_slices(out: Path) -> None:
+    """A model on the meta device gets weights block by block: those of the first rank's seed."""
+    with torch.device("meta"):
+        shared = Model("frozen")
+    torch.manual_seed(5 + RANK)
+    trainer(out).fit(shared, batches())
+    same(shared, reference("frozen"))
 
 
 def is_as_under_ddp(out: Path) -> None:
