@@ -54,6 +54,11 @@ def test_generation_reads_what_its_plan_says(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sharing_measures_ranks_while_they_train(tmp_path: Path) -> None:
+    result, _ = run("sharing.py", "--ranks", "2", "--layers", "2", "--width", "64", "--steps", "1", cwd=tmp_path)
+    assert result["ranks"]["2"]["held_bytes"] > result["state_bytes"] > 12 * 2 * 12 * 64**2
+
+
 def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
     result, _ = run("out_of_core.py", "--dir", tmp_path, "--blocks", "1", "--repetitions", "1", cwd=tmp_path)
     for key in ("share_of_io_limit", "share_of_io_limit_pool", "share_of_duplex_limit", "vs_naive"):
