@@ -380,6 +380,8 @@ class Executor:
             self.store.files.wait_for_commit()
         elif self.updater.rules.waits:
             self.handlers.wait_updates()
+        else:
+            self.handlers.settle_held()
 
     def mirror(self) -> None:
         """Ends a kept step: the engine gets the writes of everything that lives in memory."""

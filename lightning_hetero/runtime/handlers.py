@@ -18,10 +18,12 @@ lane.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from lightning_hetero._native import Ticket
@@ -38,7 +40,9 @@ from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.speculation import Speculation, Trial
 from lightning_hetero.runtime.updates import DueUpdate
-from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.blocks import Block, Part
+
+log = logging.getLogger(__name__)
 
 Key = tuple[OpKind, int]
 Run = Callable[[], Iterable[Ticket]]
@@ -64,6 +68,7 @@ class Handlers:
     def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
         self.ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
         self.updating: list[OpEvent] = []  # updates that may not have ended yet
+        self._named: set[str] = set()  # weights that a warning has named
         self.in_use = GradientsInUse()  # gradients that these read
         self._batch, self._speculation, self._residency = batch, speculation, residency
         run = context.run
@@ -223,6 +228,35 @@ class Handlers:
             for part in block.parts:
                 named += [(part.names[i], p) for i, p in enumerate(part.params) if id(p) in updated]
         self.in_use.follow(named)
+
+    def settle_held(self) -> None:
+        """A step has issued its updates. Weights whose memory code holds are new as this returns.
+
+        Such memory, as ``detach`` gives it, has the new weights after ``optimizer.step()``, and
+        reading it asks nobody. Of weights that leave memory it is something else later.
+        """
+        if self._slices is not None or not self.updating:
+            return
+        home, mine = (Tier.HOST, 1) if self._side is None else (Tier.DEVICE, 3)  # a device's memory has two tensors of ours
+        uses, held = torch._C._storage_Use_Count, list[tuple[Part, str]]()
+        with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
+            for block in self._blocks:
+                for part in block.parts:
+                    for name, param in zip(part.names, part.params, strict=True):
+                        if uses(param.untyped_storage()._cdata) > mine + 1:  # the storage that asks
+                            held.append((part, name))
+                            break
+        for part, name in held:
+            tier = part.block.plan.weights
+            if self._side is None and tier is not Tier.DISK:
+                self._residency.settle(part)
+            elif tier is not home and tier is not Tier.DEVICE and name not in self._named:
+                self._named.add(name)
+                log.warning(
+                    "Code holds the memory of %r, as detach() or data gives it in a forward. These weights live on tier %r, so the "
+                    "memory has other content later. Take it anew where it is read, or a copy, or keep the block where it computes "
+                    "by another plan.", name, tier.value,
+                )  # fmt: skip
 
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
