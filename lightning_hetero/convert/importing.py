@@ -49,7 +49,7 @@ class ModelWeights:
         strict: Whether to refuse tensors that only one side has. Adapters are not missing; see
             [Note: Adapters]. If false, a warning names both kinds, and missing tensors are
             initialized. Frozen weights of a model with adapters never are, because training cannot
-            correct them.
+            correct them, unless a copy in ``modules_to_save`` trains in their place.
 
     Raises:
         ConfigError: The files are damaged or do not fit the model. Names missing and unexpected
@@ -129,7 +129,9 @@ class ModelWeights:
                     "strict_loading = False in the LightningModule: then missing weights are initialized, and the others ignored."
                 )
             )
-        if self._adapters and (base := [name for name in missing if not mine[name].requires_grad]):
+        replaced = _replaced(targets)
+        base = [name for name in missing if not mine[name].requires_grad and begin + name not in replaced]
+        if self._adapters and base:
             raise ConfigError(
                 f"weights in {where} do not fit: {lacks}. The model has adapters, and {_some(base)} would be random and stay so, "
                 f"because they are frozen. Give the weights of the model that the adapters are for."
@@ -166,6 +168,11 @@ def adapter_names(root: nn.Module) -> set[str]:
             continue
         found |= {f"{prefix}.{name}" if prefix else name for name in names}
     return found
+
+
+def _replaced(targets: Mapping[str, Tensor]) -> set[str]:
+    """The names of weights in whose place a copy of ``modules_to_save`` trains, as a new head's."""
+    return {_original(name) for name, target in targets.items() if target.requires_grad} - {""}
 
 
 def _without_wrappers(name: str) -> str:

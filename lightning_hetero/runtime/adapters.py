@@ -35,6 +35,8 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
             if "base_layer" in module._modules and key != "base_layer":
                 for adapter, inner in _by_adapter(child):
                     why, found = _setter(module, key, adapter, configs)
+                    if key in ("lora_A", "lora_B") and _was_loaded(inner):
+                        why = f"the values that were loaded into adapter {adapter!r} before the fit are lost there"
                     for part in inner.modules():
                         note(part, why, found)
             elif key == "prompt_encoder" and known is not None:
@@ -48,6 +50,22 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
 
     visit(root, {})
     return refused, setters
+
+
+def copy_setters(root: nn.Module) -> Setters:
+    """By the ``id`` of a module in ``modules_to_save``: what sets it as the module it replaces.
+
+    PEFT copies that module when it wraps it, with its values.
+    """
+    setters: Setters = {}
+    for wrapper in root.modules():
+        copies, original = wrapper._modules.get("modules_to_save"), wrapper._modules.get("original_module")
+        if copies is None or original is None:
+            continue
+        for copied in copies.children():
+            for part, first in zip(copied.modules(), original.modules(), strict=False):
+                setters.setdefault(id(part), []).append(partial(_copy, first, part))
+    return setters
 
 
 def configurations(root: nn.Module) -> dict[str, dict[str, object]]:
@@ -69,6 +87,17 @@ def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     return sorted(value) if isinstance(value, set) else value
+
+
+def _was_loaded(matrix: nn.Module) -> bool:
+    """Whether values were copied to a matrix of LoRA on the meta device.
+
+    PEFT makes the matrix in memory and moves it, or writes it twice on the meta device: in the
+    constructor of the layer and in its own. So one write is that of loading an adapter. A matrix
+    that is made and loaded on the meta device is not recognized.
+    """
+    weight = matrix._parameters.get("weight")
+    return weight is not None and weight.is_meta and weight._version == 1
 
 
 def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -110,6 +139,12 @@ def _setter(layer: nn.Module, key: str, adapter: str, configs: Mapping[str, obje
     if key not in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
         return f"adapter {adapter!r} has {key} in {kind}, whose start is not known here", []
     return "", [partial(reset, adapter, how)]
+
+
+@torch.no_grad()
+def _copy(original: nn.Module, part: nn.Module) -> None:
+    for mine, its in zip(part.parameters(recurse=False), original.parameters(recurse=False), strict=True):
+        mine.copy_(its)
 
 
 @torch.no_grad()

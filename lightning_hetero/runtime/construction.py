@@ -8,6 +8,11 @@ reads and writes the file's pages, which the system brings back. A mode that see
 gives these pages back again. No random number is drawn and no function is replaced, so weights and
 generators are those of a construction without the context.
 
+The meta device keeps no values. Those that code copies there, as ``load_state_dict`` does, are kept
+here until the model is placed, as far as they fit. So are those of parameters that were loaded and
+are moved there, as PEFT moves adapters to their layer's device. A loaded parameter is one that
+nothing has written in place since it was made: constructors do.
+
 A parameter moves only while nothing else refers to its storage, because other views would not move
 with it. It is checked again when the next one is made. When the plan's blocks are placed, one block
 at a time is copied out of the file (``runtime.model_setup``).
@@ -26,9 +31,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import METADATA
 from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
+from lightning_hetero.units import format_bytes
 from lightning_hetero.untyped import Function, Options, Value, Values
 
 _SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay
@@ -61,6 +68,8 @@ class Construction:
         self._places: dict[int, weakref.ref[nn.Parameter]] = {}  # tensors in the file by address
         self._touched: dict[int, weakref.ref[nn.Parameter]] = {}  # those whose pages may be in memory, by address
         self._touched_bytes = 0
+        self._given: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}  # values of storages on the meta device
+        self._given_bytes = 0
 
     def __contains__(self, param: object) -> bool:
         """Whether the parameter's memory is in the file."""
@@ -79,6 +88,35 @@ class Construction:
         """Gives the pages of a tensor in the file back: its content is elsewhere now."""
         if self._scratch is not None:
             self._scratch.filled(tensor)
+
+    def given(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The values that code has given a tensor on the meta device.
+
+        Raises:
+            ConfigError: They were too many to keep.
+        """
+        found = self._given.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        if found is None:
+            return None
+        _, values = found
+        if values is None:
+            raise ConfigError(
+                f"{name!r} has lost the values that were loaded into it on the meta device, which keeps none. Up to "
+                f"{format_bytes(self._share_bytes)} of them, half of host_memory, are kept. Name their files by "
+                f"weights=, or build the model without torch.device('meta')."
+            )
+        return values if values.shape == tensor.shape else None
+
+    def forget_given(self) -> None:
+        """Values that code has given to tensors on the meta device are needed no longer."""
+        self._given.clear()
+        self._given_bytes = 0
+
+    def _give(self, tensor: Tensor, values: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        fits = self._given_bytes + tensor.nbytes <= self._share_bytes
+        self._given[storage._cdata] = storage, values.detach().to(tensor.dtype, copy=True).expand(tensor.shape) if fits else None
+        self._given_bytes += tensor.nbytes
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
@@ -127,10 +165,14 @@ class Construction:
             address = tensor.untyped_storage().data_ptr()
         return address if address in self._places else None
 
-    def _seen(self, func: Function, values: Values) -> None:
+    def _seen(self, func: Function, values: Values, result: Value) -> None:
         """A torch function has run on these values."""
         if func == _SET_DATA and type(values[0]) is nn.Parameter and values[0] not in self:
             self._made(values[0])  # as module.to(dtype) does it
+        if func == torch.Tensor.copy_ and values[0].is_meta and isinstance(values[1], Tensor) and not values[1].is_meta:
+            self._give(values[0], values[1])
+        elif func == torch.Tensor.to and result.is_meta and _is_loaded(values[0]):
+            self._give(result, values[0])
         if self._places and func not in METADATA:
             for value in tree_leaves(values):
                 place = self._place_of(value) if isinstance(value, Tensor) else None
@@ -158,7 +200,7 @@ class _Touches(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Values = (), kwargs: Options | None = None) -> Value:
         result = func(*args, **(kwargs or {}))
-        self._construction._seen(func, (*args, *(kwargs or {}).values()))
+        self._construction._seen(func, (*args, *(kwargs or {}).values()), result)
         return result
 
 
@@ -180,6 +222,11 @@ def _hooked(made: Callable[[nn.Parameter], None]) -> Iterator[None]:
         yield
     finally:
         setattr(nn.Parameter, "__new__", before)  # noqa: B010
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    """Whether it is a parameter in memory that no function has written since it was made."""
+    return type(tensor) is nn.Parameter and not tensor.is_meta and tensor._version == 0
 
 
 def _is_alone(param: nn.Parameter) -> bool:

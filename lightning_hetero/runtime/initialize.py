@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.runtime.adapters import adapter_setters
+from lightning_hetero.runtime.adapters import adapter_setters, copy_setters
 from lightning_hetero.store.format.in_place import TensorPlace
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.raw_memory import own_memory
@@ -67,6 +67,8 @@ class Initializer:
         self._refused, adapters = adapter_setters(root)
         self._setters |= adapters
         self._in_adapters = set(adapters)
+        for number, copies in copy_setters(root).items():
+            self._setters[number] = [*self._setters[number], *copies]
 
     def check(self) -> None:
         """Refuses a model with tensors on the meta device that no module can set and no file has.

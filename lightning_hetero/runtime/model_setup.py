@@ -20,7 +20,7 @@ from lightning_hetero.runtime.kept_steps import KeptSteps
 from lightning_hetero.runtime.parameter_objects import ParameterObjects
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
-from lightning_hetero.store.live.blocks import WHOLE, Block, Part, Slice, back_to_meta, bind, parts_of, split
+from lightning_hetero.store.live.blocks import WHOLE, Block, Part, Slice, back_to_meta, bind, parts_of, replace_everywhere, split
 from lightning_hetero.store.live.geometry import own_versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
@@ -57,6 +57,8 @@ class ModelSetup:
         own: Slice = WHOLE,
     ) -> None:
         self._root, self._built = root, built
+        if built is not None:
+            _take_given(root, content, built)
         self._initializer = Initializer(root, content)
         self._initializer.check()
         specs = partition(root, block_cls)
@@ -208,6 +210,14 @@ class ModelSetup:
         for block in self.blocks:
             self.restore(block)
             back_to_meta(self._root, block, self._made_on_meta)
+
+
+def _take_given(root: nn.Module, content: Content | None, built: Construction) -> None:
+    """Parameters on the meta device to which code has given values get them, unless files do."""
+    for name, param in list(root.named_parameters()):
+        if (content is None or name not in content) and (values := built.given(name, param)) is not None:
+            replace_everywhere(root, param, values.contiguous())
+    built.forget_given()
 
 
 def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:

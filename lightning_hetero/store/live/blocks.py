@@ -457,7 +457,7 @@ def _bind_part(
         for i, param in enumerate(params):
             memory = part.memory(i)
             if param.is_meta:
-                part.params[i] = block.spec.params[names[i]] = _replace_everywhere(root, param, memory)
+                part.params[i] = block.spec.params[names[i]] = replace_everywhere(root, param, memory)
             elif not away(param):
                 memory.copy_(param.data)
                 set_data(param, memory)
@@ -469,10 +469,11 @@ def back_to_meta(root: nn.Module, block: Block, names: Collection[str]) -> None:
     for part in block.parts:
         for i, name in enumerate(part.names):
             if name in names and not part.params[i].is_meta:
-                part.params[i] = _replace_everywhere(root, part.params[i], torch.empty_like(part.params[i], device="meta"))
+                part.params[i] = replace_everywhere(root, part.params[i], torch.empty_like(part.params[i], device="meta"))
 
 
-def _replace_everywhere(root: nn.Module, old: nn.Parameter, data: Tensor) -> nn.Parameter:
+def replace_everywhere(root: nn.Module, old: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter with other memory in the place of one on the meta device, or the other way."""
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     new.__class__ = type(old)  # such as one of bitsandbytes
     new.__dict__.update(old.__dict__)

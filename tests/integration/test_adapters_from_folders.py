@@ -1,0 +1,167 @@
+"""Adapters that go on from a folder, and heads that the base's files lack, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import assert_same, outcome, quiet_trainer
+from torch import Tensor
+
+import lightning_hetero
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
+import peft
+from support import llama
+from transformers import LlamaForSequenceClassification
+
+LOST = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+
+
+def config(**options: Any) -> Any:
+    return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+class Module(llama.LitLlama):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def in_memory(directory: Path) -> Any:
+    return llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def on_meta() -> Any:
+    with torch.device("meta"):
+        return llama.LlamaForCausalLM(llama.config())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return llama.save(tmp_path / "weights")
+
+
+@pytest.fixture
+def adapter(directory: Path, tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    peft.get_peft_model(in_memory(directory), config(init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def fit(build: Callable[[], Any], strategy: Any, root: Path) -> Any:
+    module = Module(build)
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=root)
+    trainer.fit(module, llama.batches())
+    return outcome(trainer, module)
+
+
+def loaded(base: Any, adapter: Path) -> Any:
+    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
+
+
+def without_copies(base: Any, adapter: Path) -> Any:
+    return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True, low_cpu_mem_usage=True)
+
+
+def set_in_place(base: Any, adapter: Path) -> Any:
+    model = peft.get_peft_model(base, config(init_lora_weights=False))
+    peft.set_peft_model_state_dict(model, peft.load_peft_weights(adapter))
+    return model
+
+
+def added(base: Any, adapter: Path) -> Any:
+    model = peft.get_peft_model(base, config(r=1))
+    model.load_adapter(adapter, "other", is_trainable=True)
+    model.delete_adapter("default")
+    model.set_adapter("other")
+    return model
+
+
+@LOST
+@pytest.mark.parametrize("load", [loaded, without_copies, set_in_place, added])
+def test_training_goes_on_from_saved_adapters(load: Any, directory: Path, adapter: Path, tmp_path: Path) -> None:
+    expected = fit(lambda: load(in_memory(directory), adapter), "auto", tmp_path)
+    got = fit(lambda: load(on_meta(), adapter), HeteroOffloadStrategy("disk", weights=directory), tmp_path)
+    assert_same(got, expected)
+
+
+@LOST
+def test_adapters_that_were_loaded_before_a_loop_are_refused(directory: Path, adapter: Path) -> None:
+    """Nobody has seen their values."""
+    torch.manual_seed(1)
+    peft.get_peft_model(in_memory(directory), config()).save_pretrained(adapter)
+    model = loaded(on_meta(), adapter)
+    with (
+        pytest.raises(ConfigError, match=r"lora_A.*loaded into adapter 'default' before the fit are lost there"),
+        lightning_hetero.offload(model, lambda m: torch.optim.AdamW(m.parameters()), weights=directory, plan="host"),
+    ):
+        pass
+
+
+@LOST
+def test_a_state_that_is_loaded_on_the_meta_device_counts(directory: Path, tmp_path: Path) -> None:
+    def build() -> Any:
+        model = on_meta()
+        model.load_state_dict(in_memory(directory).state_dict())
+        return model
+
+    expected = fit(lambda: in_memory(directory), "auto", tmp_path)
+    assert_same(fit(build, HeteroOffloadStrategy("disk"), tmp_path), expected)
+
+
+@LOST
+def test_a_state_that_is_loaded_there_may_not_take_the_budget(directory: Path, tmp_path: Path) -> None:
+    def build() -> Any:
+        model = on_meta()
+        model.load_state_dict(in_memory(directory).state_dict())
+        return model
+
+    with pytest.raises(ConfigError, match=r"has lost the values.*meta device.*Up to 10\.0 KiB.*weights="):
+        fit(build, HeteroOffloadStrategy("disk", host_memory="20KiB"), tmp_path)
+
+
+class Classifier(Module):
+    strict_loading = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.began = self.weights()
+        loss: Tensor = self.model(input_ids=batch, labels=batch[:, 0] % 2).loss
+        return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if "score" in name}
+
+
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_a_new_head_starts_at_random_and_trains(plan: str, directory: Path, tmp_path: Path) -> None:
+    def build() -> Any:
+        with torch.device("meta"):
+            base = LlamaForSequenceClassification(llama.config())
+        base.config.pad_token_id = 0
+        return peft.get_peft_model(base, config(task_type="SEQ_CLS"))
+
+    module = Classifier(build)
+    strategy = HeteroOffloadStrategy(plan, weights=directory)
+    quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path).fit(module, llama.batches())
+    (before, copied), (after, trained) = module.began.values(), module.weights().values()
+    assert torch.equal(before, copied)
+    assert before.std() > 0
+    assert torch.equal(after, before)
+    assert not torch.equal(trained, copied)
+
+
+def test_a_new_head_needs_consent(directory: Path, tmp_path: Path) -> None:
+    def build() -> Any:
+        with torch.device("meta"):
+            base = LlamaForSequenceClassification(llama.config())
+        return peft.get_peft_model(base, config(task_type="SEQ_CLS"))
+
+    with pytest.raises(ConfigError, match=r"score.*missing.*strict_loading = False"):
+        fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
