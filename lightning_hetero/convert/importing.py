@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,28 @@ def adapter_names(root: nn.Module) -> set[str]:
             continue
         found |= {f"{prefix}.{name}" if prefix else name for name in names}
     return found
+
+
+def refuse_random_base(root: nn.Module, given: Callable[[str, Tensor], object]) -> None:
+    """Refuses a model with adapters whose frozen weights would begin at random, and stay so.
+
+    Args:
+        root: The model, of which no files are read and no checkpoint is loaded.
+        given: The values that code has given a parameter on the meta device; ``None`` if none.
+
+    Raises:
+        ConfigError: Names the first of the weights.
+    """
+    if adapters := adapter_names(root):
+        named = dict(root.named_parameters())
+        kept = adapters | _replaced(named)
+        base = [n for n, p in named.items() if p.is_meta and not p.requires_grad and n not in kept and given(n, p) is None]
+        if base:
+            raise ConfigError(
+                f"the model has adapters, and its frozen weights are on the meta device and in no file: {_some(base)} would be "
+                f"random and stay so. Name the folder of the model that the adapters are for, as weights='folder', or pass a "
+                f"checkpoint that has its weights as ckpt_path."
+            )
 
 
 def _replaced(targets: Mapping[str, Tensor]) -> set[str]:

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.callbacks import num_tokens, table
-from lightning_hetero.convert.importing import ModelWeights
+from lightning_hetero.convert.importing import ModelWeights, refuse_random_base
 from lightning_hetero.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
@@ -187,7 +187,10 @@ class OffloadedLoop:
         quantized.quantize(model)
         quantizing.unpack(model)
         files = None if choices.weights is None else ModelWeights(model, choices.weights)
-        self.session = Session(model, choices.options, quantizing.content_of(model, files, {}))
+        content = quantizing.content_of(model, files, {})
+        if files is None:
+            refuse_random_base(model, lambda *_: None)
+        self.session = Session(model, choices.options, content)
         try:
             if optimizers is None:
                 self.session.start(None, StepRules(), default_root=Path.cwd())

@@ -35,7 +35,7 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
             if "base_layer" in module._modules and key != "base_layer":
                 for adapter, inner in _by_adapter(child):
                     why, found = _setter(module, key, adapter, configs)
-                    if key in ("lora_A", "lora_B") and _was_loaded(inner):
+                    if not why and key in ("lora_A", "lora_B") and _was_loaded(inner):
                         why = f"the values that were loaded into adapter {adapter!r} before the fit are lost there"
                     for part in inner.modules():
                         note(part, why, found)

@@ -165,3 +165,23 @@ def test_a_new_head_needs_consent(directory: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"score.*missing.*strict_loading = False"):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
+
+
+def test_a_base_that_nobody_names_is_refused(directory: Path, tmp_path: Path) -> None:
+    def build() -> Any:
+        return peft.get_peft_model(on_meta(), config())
+
+    with pytest.raises(ConfigError, match=r"frozen weights.*in no file: .*embed_tokens.weight.*would be random.*weights='folder'"):
+        fit(build, HeteroOffloadStrategy("host"), tmp_path)
+    with pytest.raises(ConfigError, match="would be random"), lightning_hetero.offload(build(), plan="host"):
+        pass
+    module = Module(build)
+    quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), max_steps=1, default_root_dir=tmp_path).fit(
+        module, llama.batches()
+    )
+    torch.save(module.trainer._checkpoint_connector.dump_checkpoint(), tmp_path / "all.ckpt")
+    again = Module(build)
+    quiet_trainer(strategy=HeteroOffloadStrategy("host"), max_steps=2, default_root_dir=tmp_path).fit(
+        again, llama.batches(), ckpt_path=tmp_path / "all.ckpt", weights_only=False
+    )
+    assert torch.equal(again.model.state_dict()["base_model.model.lm_head.weight"], in_memory(directory).lm_head.weight)
