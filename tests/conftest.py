@@ -97,10 +97,11 @@ def _levels_of_loggers_come_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_group_of_processes_is_left() -> Iterator[None]:
-    """Lightning leaves its group and its variables to the end of the process; transformers and
-    accelerate would find them, and average gradients.
+    """Lightning leaves its group and its variables to the end of the process. Transformers and
+    accelerate would find them, and average gradients; ranks would begin with another test's seed.
     """
-    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    group = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names = (*group, "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
     before = {name: os.environ.get(name) for name in names}
     yield
     if "torch.distributed" in sys.modules:
