@@ -31,8 +31,9 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
     def visit(module: nn.Module, configs: Mapping[str, object]) -> None:
         known = getattr(module, "peft_config", None)
         configs = known if isinstance(known, Mapping) else configs
-        for key, child in module.named_children():
-            if "base_layer" in module._modules and key != "base_layer":
+        children = dict(module.named_children())  # asked as anyone does: a test's mock has no modules of its own
+        for key, child in children.items():
+            if "base_layer" in children and key != "base_layer":
                 for adapter, inner in _by_adapter(child):
                     why, found = _setter(module, key, adapter, configs)
                     if not why and key in ("lora_A", "lora_B") and _was_loaded(inner):
