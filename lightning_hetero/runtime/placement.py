@@ -27,6 +27,8 @@ from lightning_hetero.lowering.cache_sizes import device_rows, divided
 from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
+from lightning_hetero.lowering.rank_needs import beside_slices_bytes, whole_bytes
+from lightning_hetero.lowering.rank_rules import RANKS
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
@@ -221,7 +223,7 @@ class Placer:
             cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, device_memory)
             room = replace(room, device_cache_bytes=cache_bytes)
         if self._ranks > 1:
-            room = replace(room, device_cache_bytes=self._whole_bytes(plan))
+            room = replace(room, device_cache_bytes=whole_bytes(plan, self.model, self._ranks))
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
         self._check_schedule(plan, room, rules)
@@ -288,11 +290,11 @@ class Placer:
                     f"optimizer {type(foreign[0].optimizer).__name__} of block {block.name!r}, whose parameters {self._ranks} "
                     f"ranks share: each updates its slice of them. Allowed: torch.optim.Adam or AdamW without amsgrad."
                 )
-            if self._ranks > 1 and (Tier.DISK in (placed.weights, placed.state) or placed.update is UpdateLane.DEVICE):
+            if self._ranks > 1 and not RANKS.allows(placed):
                 raise UnsupportedError(
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
-                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: weights "
-                    f"on 'host' or 'device', state on 'host', update on 'cpu', as in plan \"host\"."
+                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: "
+                    f'{RANKS.text}, as in plan "host".'
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:
@@ -362,32 +364,13 @@ class Placer:
         shared = self.device_memory is None
         measured = 0 if self._profile is None else self._profile.constant_device_bytes
         on_device = max(measured, self._scale_bytes)
-        constant = Constant(host_bytes=self._scale_bytes + self._apart_bytes(plan)) if shared else Constant(device_bytes=on_device)
+        apart = beside_slices_bytes(plan, self.model, self._ranks)
+        constant = Constant(host_bytes=self._scale_bytes + apart) if shared else Constant(device_bytes=on_device)
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=constant,
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
         )  # fmt: skip
-
-    def _whole_bytes(self, plan: Plan) -> int:
-        """Room for whole weights of blocks of which a rank keeps a slice."""
-        rows = zip(self.model.blocks, plan.blocks, strict=True)
-        sizes = sorted(b.weight_bytes * self._ranks for b, p in rows if p.weights is not Tier.DEVICE)
-        least = sum(sizes[-plan.prefetch_depth - 1 :])
-        return least if plan.device_cache_bytes is None else min(sum(sizes), max(least, plan.device_cache_bytes))
-
-    def _apart_bytes(self, plan: Plan) -> int:
-        """What several ranks need beside slices: whole weights and gradients, and room to exchange.
-
-        Whole gradients are those of one block, and of all pinned ones until backward has ended.
-        """
-        if self._ranks == 1:
-            return 0
-        more, pairs = self._ranks - 1, list(zip(self.model.blocks, plan.blocks, strict=True))
-        stay = sum(more * b.weight_bytes for b, p in pairs if p.weights is Tier.DEVICE)
-        sizes = [b.gradient_bytes * self._ranks for b in self.model.blocks]
-        pinned = sum(size for size, b in zip(sizes, self.model.blocks, strict=True) if b.pinned)
-        return self._whole_bytes(plan) + stay + pinned + 3 * max(sizes, default=0)
 
     def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:
         """What a device needs if weights and state have memory of their own there."""

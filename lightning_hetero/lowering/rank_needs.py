@@ -1,0 +1,42 @@
+"""What one of several ranks that share a model needs beside its slices.
+
+One account for planners, simulator and runtime, as ``needs`` is for the rest.
+"""
+
+from __future__ import annotations
+
+from lightning_hetero.ir.model import ModelShape
+from lightning_hetero.ir.plan import Plan, Tier
+
+
+def whole_bytes(plan: Plan, model: ModelShape, ranks: int) -> int:
+    """Room for whole weights of blocks of which a rank keeps a slice.
+
+    Args:
+        plan: The resolved plan.
+        model: The sizes of one rank's slices.
+        ranks: The ranks that share the model.
+    """
+    rows = zip(model.blocks, plan.blocks, strict=True)
+    sizes = sorted(b.weight_bytes * ranks for b, p in rows if p.weights is not Tier.DEVICE)
+    least = sum(sizes[-plan.prefetch_depth - 1 :])
+    return least if plan.device_cache_bytes is None else min(sum(sizes), max(least, plan.device_cache_bytes))
+
+
+def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int) -> int:
+    """Host memory for whole weights and gradients, and room to exchange them; 0 for one rank.
+
+    Whole gradients are those of one block, and of all pinned ones until backward has ended.
+
+    Args:
+        plan: The resolved plan.
+        model: The sizes of one rank's slices.
+        ranks: The ranks that share the model.
+    """
+    if ranks == 1:
+        return 0
+    more, pairs = ranks - 1, list(zip(model.blocks, plan.blocks, strict=True))
+    stay = sum(more * b.weight_bytes for b, p in pairs if p.weights is Tier.DEVICE)
+    sizes = [b.gradient_bytes * ranks for b in model.blocks]
+    pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
+    return whole_bytes(plan, model, ranks) + stay + pinned + 3 * max(sizes, default=0)
