@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.checkpoint.files import Place
+from lightning_hetero.convert.adapter_settings import wrapped_models
 from lightning_hetero.convert.merges import Merges
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles
 from lightning_hetero.errors import ConfigError, UnsupportedError
@@ -131,20 +132,6 @@ def of_model(root: nn.Module, name: str = "") -> Adapter:
             f"adapters {', '.join(map(repr, wanted))} are active; one is merged at a time. Choose it with set_adapter()."
         )
     return Adapter(_checked(configs[wanted[0]], wanted[0]), wanted[0], {}, repr(wanted[0]))
-
-
-def wrapped_models(root: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """The models of PEFT that have weights of the module ``name``, by their names in ``root``."""
-    found: dict[int, tuple[str, nn.Module]] = {}  # a wrapper and what it wraps share their configurations
-    for path, module in root.named_modules():
-        configs = vars(module).get("peft_config")
-        if isinstance(configs, Mapping) and (_within(path, name) or _within(name, path)):
-            found.setdefault(id(configs), (path.removesuffix("base_model").removesuffix("."), module))
-    return dict(found.values())
-
-
-def _within(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")
 
 
 def merged(tensors: Sequence[TensorToWrite], adapter: Adapter, done: Merges, *, ties_known: bool = True) -> list[TensorToWrite]:

@@ -7,7 +7,6 @@ are recognized by their attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from functools import partial
 
 import torch
@@ -67,27 +66,6 @@ def copy_setters(root: nn.Module) -> Setters:
             for part, first in zip(copied.modules(), original.modules(), strict=False):
                 setters.setdefault(id(part), []).append(partial(_copy, first, part))
     return setters
-
-
-def configurations(root: nn.Module) -> dict[str, dict[str, object]]:
-    """The configurations of a model's adapters by name, as PEFT's folders have them.
-
-    Empty if several models in it have adapters that are configured in different ways.
-    """
-    known = {id(configs): configs for m in root.modules() if isinstance(configs := vars(m).get("peft_config"), Mapping)}
-    found = [{name: _as_json(config.to_dict()) for name, config in configs.items()} for configs in known.values()]
-    return found[0] if found and all(one == found[0] for one in found) else {}
-
-
-def _as_json(config: Mapping[str, object]) -> dict[str, object]:
-    return {key: _plain(value) for key, value in config.items()}
-
-
-def _plain(value: object) -> object:
-    """As JSON has it."""
-    if isinstance(value, Enum):
-        return value.value
-    return sorted(value) if isinstance(value, set) else value
 
 
 def _was_loaded(matrix: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.checkpoint.landing import Landing
-from lightning_hetero.convert import merges
+from lightning_hetero.convert import adapter_settings, merges
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.runtime.construction import Construction
@@ -137,13 +137,16 @@ class Checkpoints:
         return frozen_base.without(state, self._excluded)
 
     def labelled(self, checkpoint: State) -> State:
-        """A checkpoint that also says what its weights do not: which adapters are merged into them.
+        """A checkpoint that also says what its weights do not.
 
-        And what :meth:`of_model` has left out.
+        Which adapters are merged into them, the settings of adapters, and what :meth:`of_model` has
+        left out.
         """
         said: State = {frozen_base.KEY: self._excluded} if self._run.choices.exclude_frozen else {}
         if layers := merges.layers_of(self._run.module):
             said[merges.KEY] = merges.merges_of(layers)
+        if settings := adapter_settings.settings_of(self._run.module):
+            said[adapter_settings.KEY] = settings
         return {**checkpoint, **said}
 
     def save(self, plain: Callable[[], None], path: PathLike) -> None:
@@ -264,6 +267,7 @@ class Checkpoints:
         if session is None and any(away):
             self._waiting = (checkpoint, strict)
             return
+        adapter_settings.check(self._run.module, checkpoint.get(adapter_settings.KEY, {}), strict=strict)
         if self._run.choices.exclude_frozen:
             self.base.remember()
         excluded = frozen_base.excluded_of(checkpoint)

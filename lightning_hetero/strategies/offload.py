@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_hetero import callbacks
 from lightning_hetero.clock import now_s
-from lightning_hetero.convert import merges
+from lightning_hetero.convert import adapter_settings, merges
 from lightning_hetero.convert.importing import ModelWeights, refuse_random_base
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
@@ -231,6 +231,8 @@ class OffloadRun:
         optimizers = session.cut(strategy.optimizers)
         changes = ModelChanges(module, optimizers, resumed, strategy.lr_scheduler_configs)
         changes.check()
+        if resumed is not None:
+            adapter_settings.check(module, resumed.get(adapter_settings.KEY, {}), strict=module.strict_loading)
         changes.to_model()
         rules, path = step_rules(trainer, module, strategy.precision_plugin), self.options.disk_path
         if self._peers is not None:

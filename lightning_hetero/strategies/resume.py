@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_hetero._native import Store
-from lightning_hetero.convert import merges
+from lightning_hetero.convert import adapter_settings, merges
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format import record, stored_model, value_shapes
@@ -179,6 +179,7 @@ def as_checkpoint(state: State, precision: Precision) -> State:
         "callbacks": state["callbacks"],
         "optimizer_states": state["optimizers"],
         "lr_schedulers": state["lr_schedulers"],
+        adapter_settings.KEY: state.get(adapter_settings.KEY, {}),
         merges.KEY: state.get(merges.KEY, {}),
         **state["hyper_parameters"],
     }

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lightning_hetero.convert import merges
+from lightning_hetero.convert import adapter_settings, merges
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.runtime.adapters import configurations
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.store.format.encoding import dumps
 from lightning_hetero.store.format.state_files import StateFiles
@@ -39,7 +38,8 @@ class TrainingState:
         self._patches = Patches()
         self._warned: set[str] = set()
         self.data = TrainingData(trainer, self._warn)
-        self._adapters = configurations(trainer.lightning_module)
+        self._adapters = adapter_settings.configurations(trainer.lightning_module)
+        self._settings = adapter_settings.settings_of(trainer.lightning_module)
         self._adapted = merges.layers_of(trainer.lightning_module)
 
     def attach(self, after_batch: Callable[[], None]) -> None:
@@ -113,6 +113,8 @@ class TrainingState:
                 "data": files.put(self.data.state(), "data"),
                 "validation": files.put(validation_state(trainer), "validation"),
             }
+            if self._settings:
+                fields[adapter_settings.KEY] = files.put(self._settings, "the settings of adapters")
             if merged := merges.merges_of(self._adapted):
                 fields[merges.KEY] = files.put(merged, "merged adapters")
         except ConfigError as error:
