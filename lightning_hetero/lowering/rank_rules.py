@@ -57,5 +57,5 @@ def _either(values: Iterable[StrEnum]) -> str:
     return " or ".join(repr(str(value)) for value in values)
 
 
-RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE), state=(Tier.HOST,), update=(UpdateLane.CPU,))
+RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE), state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
 """What several ranks run."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
-from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.ir.model import BlockShape, ModelProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import memory
 from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
@@ -17,6 +19,7 @@ from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer
+from lightning_hetero.runtime.slice_reads import KeptState
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import ALIGNMENT_BYTES
@@ -54,6 +57,7 @@ class Budgets:
         self.steps = KeptSteps([], [], options, wanted=False)  # keeps the steps of a fit
         self.rules = StepRules()  # how the training loop uses gradients
         self._started = False
+        self.kept_state: KeptState | None = None  # of one of several ranks, after the fit
 
     def _one_process_only(self, what: str) -> None:
         """Refuses ``what`` in the fit of a model that several ranks share."""
@@ -157,9 +161,20 @@ class Budgets:
 
     def _fits_memory(self) -> bool:
         """Whether all weights and all state may be in memory at once."""
-        pairs = list(zip(self.running.model.blocks, self.running.plan.blocks, strict=True))
+        pairs, collectives = list(zip(self.running.model.blocks, self.running.plan.blocks, strict=True)), self.options.collectives
+        if collectives is not None:
+            return all(fits for (fits,) in collectives.agree([self._shared_fits(pairs)]))
         if self.options.host_memory is not None:
             return self._scale_bytes + sum(b.weight_bytes + b.state_bytes for b, _ in pairs) <= self.options.host_memory
         more = sum(b.weight_bytes for b, p in pairs if p.weights is Tier.DISK)
         more += sum(b.state_bytes for b, p in pairs if p.state is Tier.DISK)
         return more <= available_memory_bytes() * 3 // 4
+
+    def _shared_fits(self, pairs: Sequence[tuple[BlockShape, BlockPlan]]) -> bool:
+        """The same on one of several ranks, which gets all weights and keeps slices of state."""
+        ranks, given = self.options.own.ranks, self.options.host_memory
+        away = [(b, p) for b, p in pairs if Tier.DISK in (p.weights, p.state)]
+        if given is not None and away:
+            return sum(b.weight_bytes * ranks + b.state_bytes for b, _ in pairs) <= given // ranks
+        more = sum(b.weight_bytes * ranks * (p.weights is Tier.DISK) + b.state_bytes * (p.state is Tier.DISK) for b, p in away)
+        return more <= available_memory_bytes() * 3 // 4 // ranks

@@ -77,8 +77,8 @@ class Directories:
         make_room(self._open_files - store.files.num_open)
         states = 0 if store.files.states is None else store.files.states.num_bytes
         limits = DiskLimits(
-            needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self.options.disk_capacity,
-            allow_tmpfs=True, allow_rotational=True, remedy=_remedy(placement, kept=kept),
+            needed_bytes=self.disk_bytes + placement.later_bytes + states, capacity_bytes=self.options.disk_share,
+            allow_tmpfs=True, allow_rotational=True, sharers=self.options.own.ranks, remedy=_remedy(placement, kept=kept),
         )  # fmt: skip  # the directory is in use already
         store.files.directory.check_room(limits)
         store.files.added_bytes = 0
@@ -126,7 +126,7 @@ class Directories:
         """Bytes that may be written on the disk beside the files of the plan in force."""
         free = Volume.of(self.disk_root(store)).free_bytes
         states = None if store is None else store.files.states
-        return int(min(free, self.beside_bytes() - (0 if states is None else states.num_bytes)))
+        return int(min(free // self.options.own.ranks, self.beside_bytes() - (0 if states is None else states.num_bytes)))
 
     def allowed(self, store: TierStore | None) -> tuple[int, int]:
         """Bytes of the plan's files, and the most that they may take; nothing without files."""
@@ -135,7 +135,7 @@ class Directories:
 
     def beside_bytes(self) -> float:
         """Bytes that ``disk_capacity`` allows beside the files of the plan in force."""
-        capacity = self.options.disk_capacity
+        capacity = self.options.disk_share
         return math.inf if capacity is None else capacity - self.disk_bytes
 
     def disk_root(self, store: TierStore | None) -> Path:
@@ -158,8 +158,9 @@ class Directories:
         self.default_root.mkdir(parents=True, exist_ok=True)
         return StoreDirectory.create_or_adopt(
             path, default_root=self.default_root, manifest=manifest, needed_bytes=needed_bytes,
-            capacity_bytes=self.options.disk_capacity, allow_tmpfs=self.options.allow_tmpfs,
-            allow_rotational=self.options.allow_rotational, remedy=remedy, layout=layout, resume=resume,
+            capacity_bytes=self.options.disk_share, allow_tmpfs=self.options.allow_tmpfs,
+            allow_rotational=self.options.allow_rotational, sharers=self.options.own.ranks, remedy=remedy,
+            layout=layout, resume=resume,
         )  # fmt: skip
 
     def _scratch_path(self) -> Path | None:

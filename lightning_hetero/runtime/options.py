@@ -55,6 +55,11 @@ class SessionOptions:
         return WHOLE if self.collectives is None else Slice(self.collectives.rank, self.collectives.ranks)
 
     @property
+    def disk_share(self) -> int | None:
+        """What this process may have of ``disk_capacity``, which is for all ranks together."""
+        return None if self.disk_capacity is None else self.disk_capacity // self.own.ranks
+
+    @property
     def is_unified(self) -> bool:
         """Whether ``host_memory`` is for the host and for a device in its memory."""
         return self.device is not None and self.device.is_unified

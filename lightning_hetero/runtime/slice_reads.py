@@ -132,11 +132,7 @@ class SliceReads(_SliceReads):
         if array == WEIGHTS:
             self._settle(part)
             return part.own_weights(index)
-        start, length = part.pieces[index]
-        out = own_memory(length, torch.float32)
-        if length:
-            self._store.begin_read_at(part, [(array, start, out)]).wait()
-        return out
+        return self._store.read_piece(part, array, index)
 
 
 class KeptState(_SliceReads):

@@ -274,6 +274,8 @@ class StateSource(_OfParameter):
     def take_piece(self) -> Tensor:
         """What this rank has of the content, flat, as a tensor that outlives the store."""
         native, (start, length) = self.part.require_native(), self.part.pieces[self.index]
+        if native.geometry.state_on_disk_file:
+            return self.store.read_piece(self.part, self.array, self.index)
         begin = native.state_memory(self.array) + 4 * start
         return tensor_at(native, begin, length, torch.float32) if length else torch.empty(0)
 

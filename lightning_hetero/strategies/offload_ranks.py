@@ -153,11 +153,9 @@ class HeteroOffloadRanks(_Base):
 
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""
-        session, collectives = self.session, self.run.options.collectives
-        if session is not None and collectives is not None and session.bindings and not self.run.has_failed:
-            session.drain()
-            self._kept = KeptState(collectives, session.bindings)
+        session = self.session
         Offloading.teardown(self)
+        self._kept = None if session is None else session.kept_state
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 

@@ -216,11 +216,12 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
             "optimizer": draw.choice([torch.optim.Adam, torch.optim.AdamW]), "lr": draw.choice([1e-2, 1e-3]),
             "betas": draw.choice([(0.9, 0.999), (0.0, 0.5)]), "maximize": draw.random() < 0.2,
         }  # fmt: skip
-        on_device = draw.sample(range(4), draw.choice([0, 0, 1, 4]))
+        on_device, on_disk = (draw.sample(range(4), draw.choice(number)) for number in ([0, 0, 1, 4], [0, 2, 4]))
+        tiers = [(Tier.DEVICE if i in on_device else Tier.HOST, Tier.DISK if i in on_disk else Tier.HOST) for i in range(4)]
         plan = Plan(
             name=f"random-{seed}", prefetch_depth=draw.choice([1, 2, 5]), gradient_depth=draw.choice([1, 4]),
             priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 1 << 20]),
-            blocks=(*(BlockPlan(name=f"layers.{i}", weights=Tier.DEVICE) for i in on_device), BlockPlan(name="*")),
+            blocks=(*(BlockPlan(name=f"layers.{i}", weights=w, state=s) for i, (w, s) in enumerate(tiers)), BlockPlan(name="*")),
         )  # fmt: skip
         flags = {
             "accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": draw.choice([1, 2, 4]),
@@ -261,7 +262,8 @@ def is_as_under_ddp(out: Path) -> None:
 def saves_weights(out: Path) -> None:
     """After the fit all ranks have all weights, and can save all state. The log has shares."""
     shared = model()
-    run, said = trainer(out, max_steps=1), io.StringIO()
+    plan = Plan(name="some", blocks=(BlockPlan(name="layers.*", state=Tier.DISK), BlockPlan(name="*")))
+    run, said = trainer(out, HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1), max_steps=1), io.StringIO()
     logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(said))
     run.fit(shared, batches())
     assert ("2 ranks hold the model together" in said.getvalue()) is (RANK == 0), said.getvalue()

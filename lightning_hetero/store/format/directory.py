@@ -59,6 +59,7 @@ class DiskLimits:
         capacity_bytes: The user's ``disk_capacity``; ``None`` for none.
         allow_tmpfs: Accept a file system in memory.
         allow_rotational: Accept a disk with moving heads.
+        sharers: Processes that fill the disk equally.
         whose: Who chose the directory, for errors.
         remedy: How less can be written.
     """
@@ -67,8 +68,14 @@ class DiskLimits:
     capacity_bytes: int | None = None
     allow_tmpfs: bool = False
     allow_rotational: bool = False
+    sharers: int = 1
     whose: str = "disk_path"
     remedy: str = _FEWER_BLOCKS
+
+    @property
+    def each(self) -> str:
+        """Whose share the numbers are, for errors."""
+        return "" if self.sharers == 1 else f" for each of {self.sharers} ranks"
 
 
 _DEFAULT_ROOT = "without disk_path files go to the Trainer's root directory;"
@@ -120,6 +127,7 @@ class StoreDirectory:
         capacity_bytes: int | None = None,
         allow_tmpfs: bool = False,
         allow_rotational: bool = False,
+        sharers: int = 1,
         remedy: str = _FEWER_BLOCKS,
         layout: dict[str, Any] | None = None,
         resume: bool = False,
@@ -136,6 +144,7 @@ class StoreDirectory:
             capacity_bytes: The user's ``disk_capacity``.
             allow_tmpfs: Accept a file system in memory.
             allow_rotational: Accept a disk with moving heads.
+            sharers: Processes that fill the disk equally.
             remedy: How less can be written, for errors.
             layout: What a resume has to know to open the files, as JSON-able data; see
                 :attr:`layout`.
@@ -150,7 +159,7 @@ class StoreDirectory:
         """
         limits = DiskLimits(
             needed_bytes=needed_bytes, capacity_bytes=capacity_bytes, allow_tmpfs=allow_tmpfs, allow_rotational=allow_rotational,
-            whose="disk_path" if path is not None else _DEFAULT_ROOT, remedy=remedy,
+            sharers=sharers, whose="disk_path" if path is not None else _DEFAULT_ROOT, remedy=remedy,
         )  # fmt: skip
         geometry = json.loads(json.dumps(manifest))  # as it reads back: lists for tuples
         place = Path(default_root if path is None else path).expanduser().absolute()
@@ -443,7 +452,7 @@ def _check_capacity(path: Path, limits: DiskLimits) -> None:
     if limits.capacity_bytes is not None and limits.needed_bytes > limits.capacity_bytes:
         raise OutOfDiskError(
             f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, disk_capacity allows "
-            f"{format_bytes(limits.capacity_bytes)}. Raise disk_capacity, or {limits.remedy}."
+            f"{format_bytes(limits.capacity_bytes)}{limits.each}. Raise disk_capacity, or {limits.remedy}."
         )
 
 
@@ -459,11 +468,11 @@ def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> Volume:
             f"disk_path {str(path)!r} is on {volume.source or 'a disk'}, a rotating disk: every step would wait for its "
             f"heads. Choose a disk_path on an SSD, or set allow_rotational=True."
         )
-    free = volume.free_bytes + _own_bytes(directory_fd)
+    free = volume.free_bytes // limits.sharers + _own_bytes(directory_fd)
     if limits.needed_bytes > free:
         raise OutOfDiskError(
-            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are free. "
-            f"Free some, choose a disk_path on a larger disk, or {limits.remedy}."
+            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are "
+            f"free{limits.each}. Free some, choose a disk_path on a larger disk, or {limits.remedy}."
         )
     return volume
 

@@ -219,6 +219,11 @@ class Part:
         return self.arena.address + self.own.rank * self.slice_elements * self.dtype.itemsize
 
     @property
+    def slice_bytes(self) -> int:
+        """Bytes of these weights, whole pages."""
+        return round_up(self.slice_elements * self.dtype.itemsize, PAGE)
+
+    @property
     def has_old_state(self) -> bool:
         """Whether the state is neither zeros nor what an optimizer begins with."""
         return self.stepped and not self.fresh

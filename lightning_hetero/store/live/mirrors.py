@@ -24,7 +24,7 @@ def spans(part: Part) -> dict[str, tuple[int, int]]:
     found = {}
     native = part.native
     if native is None or not native.geometry.weights_on_disk_file:
-        found[WEIGHTS] = (part.arena.address, part.weight_bytes)
+        found[WEIGHTS] = (part.slice_address, part.slice_bytes)
     if native is not None and native.geometry.num_state and not native.geometry.state_on_disk_file:
         first, last = native.state_memory(0), native.state_memory(native.geometry.num_state - 1)
         begin = first // PAGE * PAGE
@@ -42,14 +42,14 @@ def geometry_of_mirror(identifier: int, num_bytes: int, slots: int) -> PartGeome
 
 def mirror_bytes(part: Part, home: PartGeometry | None) -> int:
     """Mirrored bytes of a part with this home, written at every step, without heads."""
-    weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
+    weights = 0 if home is not None and home.weights_on_disk_file else part.slice_bytes
     state = 0 if home is None or home.state_on_disk_file else home.num_state * round_up(4 * home.num_elements, PAGE)
     return weights + state
 
 
 def mirror_files(part: Part, home: PartGeometry | None) -> list[PartGeometry]:
     """The geometries of the mirrors of a part with this home; their ids mean nothing."""
-    weights = 0 if home is not None and home.weights_on_disk_file else part.weight_bytes
+    weights = 0 if home is not None and home.weights_on_disk_file else part.slice_bytes
     # The engine moves every array to an offset of its own, and a mirror has whole pages.
     state = 0 if home is None or home.state_on_disk_file else home.num_state * (round_up(4 * home.num_elements, PAGE) + PAGE)
     return [geometry_of_mirror(0, num_bytes, part.slots) for num_bytes in (weights, state) if num_bytes]

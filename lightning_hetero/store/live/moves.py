@@ -83,7 +83,7 @@ def _exchange(store: TierStore, part: Part, geometry: PartGeometry | None) -> Na
 
 
 def _copy_state(store: TierStore, old: NativePart, part: Part) -> None:
-    new, length = part.require_native().geometry, part.num_elements
+    new, length = part.require_native().geometry, part.slice_elements
     weights = new.weights_on_disk_file
     if not old.geometry.state_on_disk_file:
         runs = [(k, 0, tensor_at(old, old.state_memory(k), length, torch.float32)) for k in range(new.num_state)]

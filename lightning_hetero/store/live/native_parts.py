@@ -37,7 +37,7 @@ def open_recorded(store: TierStore, part: Part, entry: PartEntry) -> None:
         part.native, part.on_disk, part.dirty = new_native(store, part, home), True, False
         tickets.append(store.engine.fetch(part.native))
     if entry.home is not None:
-        part.native = store.files.open_part(entry.home, part.arena.address)
+        part.native = store.files.open_part(entry.home, part.slice_address)
         part.on_disk = has_file(entry.home)
         part.dirty = False
         if entry.home.weights_on_disk_file:

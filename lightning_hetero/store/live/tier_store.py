@@ -358,6 +358,14 @@ class TierStore:
         native = part.require_native()
         return self.engine.read(native, _patches(part, native, runs), keep=[out for _, _, out in runs])
 
+    def read_piece(self, part: Part, array: int, index: int) -> Tensor:
+        """What the native part has of parameter ``index`` in a state array, flat."""
+        start, length = part.pieces[index]
+        out = own_memory(length, torch.float32)
+        if length:
+            self.begin_read_at(part, [(array, start, out)]).wait()
+        return out
+
     def write_state(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat values)`` of the state arrays in one rewrite."""
         self.flush(part)
