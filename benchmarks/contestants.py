@@ -147,6 +147,7 @@ class Contestant:
             imports.
         environment: Variables of the process. With these, as with ``build``, it is not forked: the
             C library reads some as it starts.
+        waits: Until it is ready. Otherwise :meth:`wait_until_ready` does.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Contestant:
         *arguments: object,
         build: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        waits: bool = True,
     ) -> None:
         context = process_context() if build is None and environment is None else multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -162,6 +164,11 @@ class Contestant:
         with _first_on_path(build, environment or {}):
             self._process.start()
         theirs.close()
+        if waits:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Waits until the process is about to train."""
         self._receive()
 
     def turn(self, steps: int, order: object = None) -> Turn:
@@ -187,6 +194,10 @@ class Contestant:
             self._connection.send((0, None))  # a fork has this end too, so that closing it would not end its wait
         self._connection.close()
         self._process.join(timeout=60)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the process at once, if it has not ended."""
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -130,13 +130,13 @@ class GPT2(pl.LightningModule):
 class RandomTokens(IterableDataset[Tensor]):
     """Without end, one batch of [B, T + 1] random tokens after the other."""
 
-    def __init__(self, size: Size, *, batch: int, length: int) -> None:
+    def __init__(self, size: Size, *, batch: int, length: int, seed: int = 0) -> None:
         if length > size.context:
             raise ValueError(f"{length} tokens; allowed: {size.context}, the model's context. Pass a smaller --seq.")
-        self.size, self.batch, self.length = size, batch, length
+        self.size, self.batch, self.length, self.seed = size, batch, length, seed
 
     def __iter__(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield torch.randint(self.size.vocabulary, (self.batch, self.length + 1), generator=generator)
 
@@ -161,9 +161,9 @@ def num_params(size: Size) -> int:
     return sum(p.numel() for p in rest.parameters()) + size.layers * sum(p.numel() for p in layer.parameters())
 
 
-def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int, **options: Any) -> None:
+def fit(trainer: pl.Trainer, module: GPT2, *, batch: int, length: int, seed: int = 0, **options: Any) -> None:
     """Trains on random tokens, until the Trainer stops; options are those of ``Trainer.fit``."""
-    tokens = RandomTokens(module.size, batch=batch, length=length)
+    tokens = RandomTokens(module.size, batch=batch, length=length, seed=seed)
     trainer.fit(module, DataLoader(tokens, batch_size=None), **options)
 
 

@@ -54,9 +54,21 @@ def test_generation_reads_what_its_plan_says(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sharing_measures_ranks_while_they_train(tmp_path: Path) -> None:
-    result, _ = run("sharing.py", "--ranks", "2", "--layers", "2", "--width", "64", "--steps", "1", cwd=tmp_path)
-    assert result["ranks"]["2"]["held_bytes"] > result["state_bytes"] > 12 * 2 * 12 * 64**2
+def test_sharding_measures_ranks_beside_one_process_and_fsdp2(tmp_path: Path) -> None:
+    small = ("--ranks", "2", "--layers", "2", "--width", "64", "--seq", "8", "--steps", "2", "--rounds", "1")
+    paced = ("--paced-layers", "2", "--paced-width", "64", "--paced-step", "0.1")
+    result, output = run("sharding.py", *small, *paced, "--dir", tmp_path, cwd=tmp_path)
+    memory, step, paced = result["memory"]["ranks"]["2"], result["step"]["2"], result["paced"]["2"]
+    assert memory["ram_bytes"] > result["state_bytes"] > 12 * 2 * 12 * 64**2
+    assert memory["state_bytes_vs_one_process"]["ram"] > 0
+    assert step["step_vs_fsdp2"] > 0
+    assert step["loss_difference"] < 1e-6, "both train the same"
+    if "no network of its own" not in output:
+        assert 0 < step["wire_bytes_per_parameter"] <= step["fsdp2_wire_bytes_per_parameter"]
+    assert paced["speedup_over_one_rank"] > 0
+    assert paced["overlap"] > 0
+    assert paced["busy_s"]["compute"] > paced["compute_s"], "it takes its time"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:
