@@ -1,10 +1,11 @@
-"""Runs Lightning's own test-suite with the default strategy swapped, and compares two such runs.
+"""Runs Lightning's own test-suite with a strategy swapped, and compares two such runs.
 
-    python run.py run LIGHTNING_SOURCE --strategy auto --output baseline.json python run.py run
-    LIGHTNING_SOURCE --strategy hetero_offload --output swapped.json --only baseline.json python
-    run.py compare baseline.json swapped.json
+    python run.py run SOURCE --strategy auto --output baseline.json
+    python run.py run SOURCE --strategy hetero_offload --output swapped.json --only baseline.json
+    python run.py compare baseline.json swapped.json
 
-`LIGHTNING_SOURCE` is a checkout of Lightning at the tag of the installed version. See README.md
+With ``--ranks`` DDP on several CPU devices is swapped, instead of the default strategy on one.
+`SOURCE` is a checkout of Lightning at the tag of the installed version. See README.md
 beside this file.
 """
 
@@ -21,11 +22,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Result = dict[str, Any]  # one test: test, outcome, ran_default, duration_s, error
+Result = dict[str, Any]  # one test: test, outcome, ran_default, duration_s, error, skipped
 
 
 def relevant(results: Mapping[str, Result]) -> list[str]:
-    """Ids of the tests that run on the default strategy of one CPU device, and pass."""
+    """Ids of the tests that run on a strategy that is swapped, and pass."""
     return sorted(test for test, result in results.items() if result["ran_default"] and result["outcome"] == "passed")
 
 
@@ -39,6 +40,12 @@ def reason_to_differ(test: str) -> str | None:
 
 def load(path: Path) -> dict[str, Result]:
     return {result["test"]: result for result in json.loads(path.read_text())["tests"]}
+
+
+def read(record: Path) -> dict[str, Result]:
+    """What a run has recorded so far; of a test that ran twice, the second time."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return {result["test"]: result for result in map(json.loads, lines)}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,14 +66,21 @@ def run(args: argparse.Namespace) -> int:
             only = Path(scratch, "only.json")
             only.write_text(json.dumps(relevant(load(args.only))))
             environment["HETERO_SUITE_ONLY"] = str(only)
+        if args.ranks:
+            environment["HETERO_SUITE_RANKS"] = "1"
         command = [sys.executable, "-m", "pytest", "-p", "plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--color=no"]
-        command += [f"--timeout={args.timeout}", "-n", str(args.workers), *(args.tests or ["tests_pytorch"])]
-        code = subprocess.run(command, cwd=tests, env=environment, check=False).returncode
-        results = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    args.output.write_text(json.dumps({"strategy": args.strategy, "tests": results}, indent=1))
-    summary = Counter(result["outcome"] for result in results)
-    passing = len(relevant({result["test"]: result for result in results}))
-    print(f"{args.strategy}: {dict(summary)}; {passing} run on one CPU device by default and pass")
+        command += [f"--timeout={args.timeout}"]
+        several = ["-n", str(args.workers), *(args.tests or ["tests_pytorch"])]
+        code = subprocess.run([*command, *several], cwd=tests, env=environment, check=False).returncode
+        results = read(record)
+        if args.ranks:  # those that start the script again, which is pytest, need a process of their own
+            for test in [name for name, result in results.items() if result["skipped"].endswith("[Standalone execution]")]:
+                alone = [*command, "-n", "0", test]
+                subprocess.run(alone, cwd=tests, env=environment | {"PL_RUN_STANDALONE_TESTS": "1"}, check=False)
+            results = read(record)
+    args.output.write_text(json.dumps({"strategy": args.strategy, "tests": list(results.values())}, indent=1))
+    summary = Counter(result["outcome"] for result in results.values())
+    print(f"{args.strategy}: {dict(summary)}; {len(relevant(results))} run on what is swapped and pass")
     # 1 means that tests failed, which `compare` judges; above that pytest itself failed.
     return code if code > 1 else 0
 
@@ -93,7 +107,7 @@ def compare(args: argparse.Namespace) -> int:
     for reason, count in Counter(by_design.values()).items():
         print(f"\n{count} differ by design: {reason}")
     passed = len(expected) - len(missing) - len(idle) - len(changed) - len(by_design)
-    print(f"\n{passed} of {len(expected)} behave as with the default strategy, {len(by_design)} differ by design")
+    print(f"\n{passed} of {len(expected)} behave as with Lightning's strategy, {len(by_design)} differ by design")
     return 1 if missing or idle or changed else 0
 
 
@@ -106,6 +120,7 @@ def main() -> int:
     runner.add_argument("--strategy", default="hetero_offload")
     runner.add_argument("--output", type=Path, required=True)
     runner.add_argument("--only", type=Path, help="run only the tests that this result counts")
+    runner.add_argument("--ranks", action="store_true", help="swap DDP on several CPU devices")
     runner.add_argument("--workers", default="1", help="xdist workers; a crashed worker is replaced (default: 1)")
     runner.add_argument("--timeout", type=int, default=120, help="seconds for one test (default: 120)")
     runner.set_defaults(command=run)
