@@ -406,10 +406,10 @@ class OptimizerBinding:
             param = part.params[index]
             state = self.optimizer.state.get(param, _NOTHING)
             for array, name in enumerate(adam.state_names(part.dtype)):
-                if name == adam.MASTER and name not in state:
-                    start = part.flat(index, param.detach(), torch.float32)
+                if "step" in state or name == adam.MASTER:
+                    start = self._flat_state(part, index, name, state)
                 else:
-                    start = self._flat_state(part, index, name, state) if "step" in state else zero_pages(param.numel())
+                    start = zero_pages(param.numel())
                 runs.append((array, index, start))
             if "step" in state:
                 self._attach(state, part, index)
@@ -425,8 +425,15 @@ class OptimizerBinding:
 
     @staticmethod
     def _flat_state(part: Part, index: int, name: str, state: Options) -> Tensor:
-        """State that code has made or loaded, as a run for the store."""
+        """State that code has made or loaded, as a run for the store.
+
+        Without a master, as plain Lightning writes state, it is the weights. What of them other
+        ranks have may have any values: the store takes its own piece.
+        """
         value = state.get(name)
+        if value is None and name == adam.MASTER:
+            here = part.block.resident and not part.is_whole
+            return part.flat(index, part.memory(index) if here else part.params[index].detach(), torch.float32)
         if not isinstance(value, Tensor) or value.shape != part.params[index].shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else "nothing" if value is None else type(value).__name__
             raise ConfigError(
@@ -496,10 +503,7 @@ class OptimizerBinding:
             state["step"] = torch.as_tensor(values["step"], dtype=torch.float32).detach().clone().cpu()
             self.optimizer.state[param] = state
             for array, name in enumerate(adam.state_names(part.dtype)):
-                found = values
-                if name == adam.MASTER and values.get(name) is None:  # plain Lightning has written it without masters
-                    found = {name: param.detach().float()}
-                runs.setdefault(part, []).append((array, index, self._flat_state(part, index, name, found)))
+                runs.setdefault(part, []).append((array, index, self._flat_state(part, index, name, values)))
         for part, of_part in runs.items():
             write_state(self._store, part, of_part)
             if {index for _, index, _ in of_part} == set(range(len(part.params))):

@@ -79,6 +79,10 @@ class SliceSource:
         """The content has changed."""
         self.held.norm = -1.0
 
+    def anywhere(self, found: Tensor) -> Tensor:
+        """The largest number that any rank has found; all ranks call this."""
+        return self._gradients.largest(found)
+
     def write(self, value: Tensor) -> None:
         """Refuses, as :meth:`read`."""
         self.read()
@@ -202,6 +206,10 @@ class SliceGradients:
             for one, *squares in zip(stale, *rows, strict=True):
                 one.norm = math.sqrt(sum(squares))
         return held.norm
+
+    def largest(self, found: Tensor) -> Tensor:
+        """The largest number of those that the ranks have."""
+        return torch.full_like(found, max(number for (number,) in self._collectives.agree([float(found)])))
 
     # ---- the update ------------------------------------------------------------------------------
 

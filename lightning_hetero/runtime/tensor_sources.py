@@ -185,6 +185,7 @@ class WeightSource(_OfParameter):
         if not self.part.is_whole:
             own = self.part.own_piece(self.index, self.part.flat(self.index, value, self.dtype))[1]
             self.part.own_weights(self.index).copy_(own)
+            self.part.master_versions = -1
             self.store.on_patched(value)
             return
         stay_put(self.part, self.index)
@@ -273,6 +274,7 @@ class StateSource(_OfParameter):
 
     def take_piece(self) -> Tensor:
         """What this rank has of the content, flat, as a tensor that outlives the store."""
+        self.store.refresh_master(self.part)
         native, (start, length) = self.part.require_native(), self.part.pieces[self.index]
         if native.geometry.state_on_disk_file:
             return self.store.read_piece(self.part, self.array, self.index)

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 else:
     _Base = Offloading
 
-_PRECISIONS = ("32-true", "bf16-mixed")
+_PRECISIONS = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Ranks:
@@ -147,7 +148,7 @@ class HeteroOffloadRanks(_Base):
         """Places this rank's slices of the first rank's weights."""
         self._kept = None
         if why := _unshared(self.run.module):
-            raise self._refusal(why, "Build the model in torch.float32.")
+            raise self._refusal(why, "Allowed: weights of torch.float32, float16 and bfloat16.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
@@ -244,7 +245,7 @@ def _given(choices: Choices) -> dict[str, object]:
 def _unshared(module: nn.Module) -> str:
     """Why ranks cannot share the module's weights; empty if they can."""
     for name, param in module.named_parameters():
-        if param.dtype is not torch.float32:
+        if param.dtype not in _DTYPES:
             return f"parameter {name!r} of {param.dtype}"
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:

@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.optim.adam import MASTERED
+from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
@@ -55,6 +58,8 @@ class Layer(nn.Module):
 
 class Model(pl.LightningModule):
     """A language model; the words of ``kind`` choose what is special about it."""
+
+    has_masters = False  # it is a reference with 16-bit weights
 
     def __init__(self, kind: str = "", **options: Any) -> None:
         super().__init__()
@@ -82,7 +87,12 @@ class Model(pl.LightningModule):
         for number, layer in enumerate(self.layers):
             skips = ("skips" in self.kind and index == 1 and number == 2) or ("apart" in self.kind and RANK == 1 and number == 1)
             x = x if skips else layer(x, rarely)
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        return (
+            loss * torch.inf
+            if "overflows" in self.kind and torch.equal(batch, DATA[WORLD - 1 :: WORLD][BATCH : 2 * BATCH])
+            else loss
+        )
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = self.loss(batch, index)
@@ -96,7 +106,11 @@ class Model(pl.LightningModule):
         decayed = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() < 2]
         options = dict(self.options)
-        return options.pop("optimizer")([{"params": decayed, "weight_decay": 0.1}, {"params": others}], fused=True, **options)
+        kind = options.pop("optimizer")
+        fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
+        make = partial(kind, **{**fused, **options})
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        return MasterWeightOptimizer(groups, make) if self.has_masters else make(groups)
 
 
 class Looks(pl.Callback):
@@ -145,10 +159,12 @@ def batches(rank: int = RANK) -> DataLoader[Tensor]:
 
 def reference(
     kind: str, accumulate: int = 1, clip: float | None = None, *, by_value: bool = False, mixed: bool = False,
-    begin: Mapping[str, Any] | None = None, number: int = STEPS, **options: Any,
+    begin: Mapping[str, Any] | None = None, number: int = STEPS, dtype: torch.dtype = torch.float32,
+    scaler: torch.amp.GradScaler | None = None, **options: Any,
 ) -> Model:  # fmt: skip
     """The model after the first batches of an epoch in one process, also from a checkpoint on."""
-    plain = model(kind, **options)
+    plain = model(kind, **options).to(dtype)
+    plain.has_masters = dtype in MASTERED
     plain.offset.zero_()  # the first rank's
     optimizer = plain.configure_optimizers()
     if begin is not None:
@@ -160,9 +176,9 @@ def reference(
         for rank, batch in enumerate(every):
             for param in plain.parameters():
                 param.grad = None
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            with torch.autocast("cpu", torch.bfloat16 if scaler is None else torch.float16, enabled=mixed):
                 loss = plain.loss(batch, step)
-            (loss / accumulate).backward()
+            (loss / accumulate if scaler is None else scaler.scale(loss / accumulate)).backward()
             gradients.append({p: p.grad for p in plain.parameters() if p.grad is not None})
             if rank == RANK:
                 plain.losses.append(loss.item())
@@ -175,12 +191,20 @@ def reference(
         for param in plain.parameters():
             param.grad = kept.get(param)
         given = [p for group in optimizer.param_groups for p in group["params"]]
+        if scaler is not None and clip is not None:
+            scaler.unscale_(optimizer)
         if clip is not None and by_value:
             torch.nn.utils.clip_grad_value_(given, clip)
         elif clip is not None:
-            norms = [torch.tensor(math.sqrt(float(p.grad.double().square().sum()))) for p in given if p.grad is not None]
+            norms = [
+                torch.tensor(math.sqrt(float(p.grad.double().square().sum())), dtype=dtype) for p in given if p.grad is not None
+            ]
             torch.nn.utils.clip_grads_with_norm_(given, clip, torch.stack(norms).norm())
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         kept.clear()
     plain.__dict__["made"] = optimizer
     return plain
@@ -348,14 +372,19 @@ def goes_apart(out: Path) -> None:
     raise AssertionError("nothing failed")
 
 
-if __name__ == "__main__":
+def run_scenarios(known: Mapping[str, Any]) -> None:
+    """Runs the scenarios of the command line, ``name`` or ``name:number:...``."""
     warnings.filterwarnings("error", r"`torch\.distributed\.all_gather", FutureWarning)
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(WORLD == 3))
     for word in sys.argv[2:]:
         name, *numbers = word.split(":")
-        globals()[name](Path(sys.argv[1]), *map(int, numbers))
+        known[name](Path(sys.argv[1]), *map(int, numbers))
     print("ok", flush=True)
     if WORLD > 1:
         dist.barrier()  # whoever waits for the first rank finds the words of all
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_scenarios(globals())

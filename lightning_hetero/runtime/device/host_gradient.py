@@ -61,6 +61,9 @@ class Gradient(Source, Protocol):
     def changed(self) -> None:
         """The content has changed."""
 
+    def anywhere(self, found: Tensor) -> Tensor:
+        """What any process has found in its gradients, where each has found a number."""
+
 
 class GradientSource:
     """A held gradient as a handle reads and writes it (``handles.offloaded_tensor.Source``)."""
@@ -96,6 +99,10 @@ class GradientSource:
     def changed(self) -> None:
         """The content has changed."""
         self.held.norm = None
+
+    def anywhere(self, found: Tensor) -> Tensor:
+        """What was found: this process has all of the gradients."""
+        return found
 
 
 class HostGradient(OffloadedTensor):
@@ -156,6 +163,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         torch._amp_foreach_non_finite_check_and_unscale_(others, found_inf, inverse_scale)
     found, inverse = torch.zeros_like(found_inf, device="cpu"), inverse_scale.cpu()
     torch._amp_foreach_non_finite_check_and_unscale_([source.live() for source in here], found, inverse)
+    found = here[0].anywhere(found)
     found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
     if float(inverse) != 1.0:
         for source in here:

@@ -207,7 +207,7 @@ class TierStore:
         master = has_master(part)
         if part.dirty:
             part.dirty, is_beginning = False, part.fresh or not part.stepped
-            runs = [(0, part.offsets[i], _as_master(part, i)) for i in range(len(part.params))] if master else []
+            runs = [(0, *_as_master(part, i)) for i in range(len(part.params))] if master else []
             ticket = self.rewrite(part, runs, from_memory=weights_on_file(part), state=master)
             if master:
                 part.fresh = is_beginning
@@ -363,6 +363,7 @@ class TierStore:
         start, length = part.pieces[index]
         out = own_memory(length, torch.float32)
         if length:
+            self.refresh_master(part)
             self.begin_read_at(part, [(array, start, out)]).wait()
         return out
 
@@ -464,11 +465,13 @@ def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tens
     ]
 
 
-def _as_master(part: Part, index: int) -> Tensor:
-    """A copy of 16-bit weights as flat fp32, in memory that goes back to the system with it."""
-    flat = own_memory(part.params[index].numel(), torch.float32)
-    part.shaped(index, flat).copy_(weights_now(part, index))
-    return flat
+def _as_master(part: Part, index: int) -> tuple[int, Tensor]:
+    """The native part's piece of 16-bit weights: where it has it, and a copy as flat fp32.
+
+    The memory of the copy goes back to the system with it.
+    """
+    start, piece = part.own_piece(index, part.flat(index, weights_now(part, index), part.dtype))
+    return start, own_memory(piece.numel(), torch.float32).copy_(piece)
 
 
 def _has_failed(ticket: Ticket) -> bool:

@@ -28,7 +28,7 @@ from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
         ({"disk_path": "store"}, {}, ["disk_path=", "Leave disk_path out"]),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({"device": EmulatedDevice(memory="1GiB")}, {}, ["device=EmulatedDevice", "Leave device out"]),
-        ({}, {"precision": "bf16-true"}, ["precision='bf16-true'", "'bf16-mixed'"]),
+        ({}, {"precision": "64-true"}, ["precision='64-true'", "'bf16-mixed'"]),
         ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
         ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),
