@@ -147,6 +147,8 @@ LIGHTNING = (
     Borrowed("lightning:utilities.combined_loader._shutdown_workers_and_reset_iterator", "A resume."),
     Borrowed("lightning:loops.optimization.automatic.ClosureResult", "The loss of a repeated batch."),
     Borrowed("lightning:loops.evaluation_loop.RestartStage", "A validation that was due on a resume."),
+    Borrowed("fabric:utilities.imports._IS_INTERACTIVE", "Whether there is a script to run again for further ranks."),
+    Borrowed("lightning strategy:_start_method", "How further ranks start."),
     Borrowed("fabric:utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "What a module says of its device."),
     Borrowed("trainer:_accelerator_connector", "Devices and processes before there is a strategy."),
     Borrowed("trainer:fit_loop._combined_loader", "The training data's iterators."),

@@ -76,8 +76,13 @@ class HeteroOffloadRanks(_Base):
     _kept: KeptState | None = None  # after a fit
 
     def _configure_launcher(self) -> None:
-        """Makes the launcher, unless something is asked for that several ranks do not have."""
+        """Makes the launcher, unless something is asked for that several ranks do not have.
+
+        It runs the script again for each rank. In a notebook there is none, and it forks.
+        """
         self._check_options()
+        if lightning_of(self).fabric("utilities.imports")._IS_INTERACTIVE:
+            self._start_method = "fork"
         super(Offloading, self)._configure_launcher()
 
     def setup_environment(self) -> None:

@@ -36,6 +36,11 @@ def test_ranks_that_lightning_starts_train_as_one_process(tmp_path: Path) -> Non
     assert output.splitlines().count("ok") == 2
 
 
+def test_ranks_of_a_notebook_are_forks_and_train_as_under_ddp(tmp_path: Path) -> None:
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    assert output_of(SCRIPT.with_name("notebook_ranks.py"), tmp_path, cwd=tmp_path, env=env).splitlines()[-1] == "ok"
+
+
 def test_ranks_that_use_other_blocks_end(tmp_path: Path) -> None:
     for output in ranks.start(SCRIPT, tmp_path, "goes_apart", cwd=tmp_path, world=2):
         assert "different places of a step (rank 0: GATHER of block 3, rank 1: GATHER of block 4)" in output

@@ -40,7 +40,7 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 # User property of a test that ran a Trainer, or used a Fabric, with a strategy that is swapped.
 RAN_DEFAULT = "ran_default"
 # What the name or the text of a test has if it may start several processes.
-SEVERAL_DEVICES = re.compile("ddp|spawn|devices|num_processes")
+SEVERAL_DEVICES = re.compile(r"ddp|_spawn|devices\W+[2-9[]|num_processes=[2-9]")
 
 
 class Swap:

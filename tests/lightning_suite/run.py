@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         if args.ranks:
             environment["HETERO_SUITE_RANKS"] = "1"
         command = [sys.executable, "-m", "pytest", "-p", "plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "--color=no"]
-        command += [f"--timeout={args.timeout}"]
+        command += [f"--timeout={args.timeout}", "--continue-on-collection-errors"]
         several = ["-n", str(args.workers), *(args.tests or ["tests_pytorch"])]
         code = subprocess.run([*command, *several], cwd=tests, env=environment, check=False).returncode
         results = read(record)
