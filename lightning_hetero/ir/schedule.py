@@ -42,6 +42,8 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
   place on each rank, and a GATHER after the UPDATE brings the new ones.
 - ``REDUCE gradients`` sums a block's gradients over the ranks. Whole ones take memory from backward
   until then, and the rank's slice of the sum until its UPDATE, which changes the rank's own slice.
+- On devices with memory of their own, collectives are on the host: a GATHER comes before each
+  UPLOAD, and a REDUCE after each GRAD. ``RELEASE weights`` on ``h2d`` frees the device's memory.
 - ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
   the record of the step before (``store.common_steps``), so STORE and MIRROR wait for it. One at
   the verdict makes that the same on all ranks.
@@ -246,6 +248,7 @@ class Schedule:
             when the step begins.
         device_after: The same when it ends. With several ranks both are about whole weights.
         ranks: Ranks that share the model; see [Note: Ranks].
+        shared_memory: The devices of several ranks are the host's own CPU.
     """
 
     signature: StepSignature
@@ -256,6 +259,7 @@ class Schedule:
     device_before: frozenset[int] = frozenset()
     device_after: frozenset[int] = frozenset()
     ranks: int = 1
+    shared_memory: bool = False
 
     def lane(self, lane: Lane) -> Iterator[Op]:
         """The ops of one lane, in order."""
@@ -263,7 +267,7 @@ class Schedule:
 
     def to_text(self) -> str:
         """One line per anchor and per op, in the order of issue; golden tests compare this text."""
-        lines = [f"ranks {self.ranks}"] if self.ranks > 1 else []
+        lines = [f"ranks {self.ranks}{'' if self.shared_memory else ' on devices'}"] if self.ranks > 1 else []
         lines += self._held(self.resident_before, self.device_before)
         ops = iter(self.ops)
         op = next(ops, None)

@@ -28,14 +28,15 @@ class DeviceRoom:
         resident: Blocks of which the device holds a valid copy as the step begins: of those with
             weights below the device, and of those with weights on the device that the CPU updates.
         capacity_bytes: Bytes for copies of weights that live below the device.
-        ranks: Ranks that share the model on devices that are the host's own CPU: this is host
-            memory then, for whole weights of which a rank has a slice. See [Note: Ranks] in
-            ``ir.schedule``.
+        ranks: Ranks that share the model: this is for whole weights of which a rank has a slice.
+            See [Note: Ranks] in ``ir.schedule``.
+        shared_memory: The devices of several ranks are the host's own CPU, so this is host memory.
     """
 
     resident: frozenset[int] = frozenset()
     capacity_bytes: int
     ranks: int = 1
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

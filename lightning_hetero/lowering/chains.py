@@ -80,6 +80,23 @@ def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) ->
         yield OpKind.SWAP_OUT, block
 
 
+def earlier_reduce(placed: Sequence[PlacedBlock], order: Sequence[int], depth: int, number: int) -> Iterator[Carried]:
+    """The REDUCE of an earlier step that a GRAD waits for, on devices that share a model.
+
+    So whole gradients of at most ``depth`` blocks are on the host, and those of two micro-batches
+    do not meet there.
+
+    Args:
+        placed: The blocks.
+        order: The order of their forwards; gradients come in the reverse order.
+        depth: The plan's ``gradient_depth``.
+        number: The place of the GRAD among those of its step.
+    """
+    blocks = [block for block in dict.fromkeys(order) if placed[block].on_cpu]
+    if number < min(depth, len(blocks)):
+        yield OpKind.REDUCE, blocks[min(depth, len(blocks)) - 1 - number]
+
+
 class Issue:
     """Issues ops: the only place that makes them.
 

@@ -46,8 +46,9 @@ def lower(
         resident: Blocks with weights on disk whose weights are in host memory as the step begins.
         capacity_bytes: Host bytes for weights that live on disk.
         device: What the device's own memory has room for; ``None``: the device is the host's own
-            CPU. Where several ranks share the model, what there is for whole weights; then
-            ``model`` has the sizes of one rank's slices (``ModelProfile.slice_of``).
+            CPU. Where several ranks share the model, what there is for whole weights, on the device
+            or on the host; then ``model`` has the sizes of one rank's slices
+            (``ModelProfile.slice_of``).
 
     Raises:
         ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for
@@ -69,8 +70,11 @@ def expected_anchors(signature: StepSignature) -> list[Anchor]:
     return anchors
 
 
-def last_step(placed: Sequence[PlacedBlock], order: Sequence[int], *, ranks: int = 1) -> Iterator[Carried]:
-    """The last ops of all updates of a step, for a forward that waits for all (no priority)."""
+def last_step(placed: Sequence[PlacedBlock], order: Sequence[int], *, arrival: OpKind = OpKind.UPLOAD) -> Iterator[Carried]:
+    """The last ops of all updates of a step, for a forward that waits for all (no priority).
+
+    ``arrival``: the kind of op that brings weights to where they compute.
+    """
     for block in dict.fromkeys(order):
         row = placed[block]
         if row.trainable:
@@ -78,7 +82,7 @@ def last_step(placed: Sequence[PlacedBlock], order: Sequence[int], *, ranks: int
         if row.stored:
             yield OpKind.STORE, block
         if row.renewed:
-            yield OpKind.UPLOAD if ranks == 1 else OpKind.GATHER, block
+            yield arrival, block
         if row.state_moves or row.weights_return:
             yield OpKind.SWAP_OUT, block
 
@@ -91,21 +95,24 @@ def last_kept(placed: Sequence[PlacedBlock], order: Sequence[int]) -> Iterator[C
             yield OpKind.MIRROR, block
 
 
-def last_gradients(placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int, *, ranks: int = 1) -> Iterator[Carried]:
+def last_gradients(
+    placed: Sequence[PlacedBlock], anchors: Sequence[Anchor], index: int, *, departure: OpKind = OpKind.GRAD
+) -> Iterator[Carried]:
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
 
-    On several ranks it is the same with REDUCEs.
+    ``departure``: the kind of op that takes gradients from where they were computed; on several
+    ranks whose devices are the host's own CPU that is REDUCE.
 
     After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose
     place its gradients take; and before the first backward those that were the last to leave the
     device.
     """
-    block, kind = anchors[index].block, OpKind.GRAD if ranks == 1 else OpKind.REDUCE
+    block = anchors[index].block
     if placed[block].on_cpu:
-        yield kind, block
+        yield departure, block
     if anchors[index - 1].phase is Phase.FORWARD:
         first = [b for b in dict.fromkeys(a.block for a in anchors[:index]) if placed[b].on_cpu and b != block]
-        yield from ((kind, b) for b in first[:DEVICE_GRADIENTS])
+        yield from ((departure, b) for b in first[:DEVICE_GRADIENTS])
 
 
 class _Lowering:
@@ -120,6 +127,9 @@ class _Lowering:
     ) -> None:
         self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
         self._ranks = ranks = 1 if device is None else device.ranks
+        on_host = device is not None and device.shared_memory
+        self._arrival = OpKind.GATHER if on_host else OpKind.UPLOAD
+        self._departure = OpKind.REDUCE if on_host else OpKind.GRAD
         self._anchors = expected_anchors(signature)
         forward_only = not signature.training  # and the next step is expected to be the same
         anchors = [None if a.phase is Phase.VERDICT else a.block for a in self._anchors]
@@ -145,14 +155,16 @@ class _Lowering:
         self._host = Cache(sizes, capacity_bytes=capacity_bytes, held=resident, uses=uses, stays=stays)
         self._weights = WeightMoves(
             placed, self._issue, uses, host=self._host, device=self._device,
-            depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only, ranks=ranks,
+            depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only, ranks=ranks, shared_memory=on_host,
         )  # fmt: skip
-        self._updates = UpdateMoves(plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks)
+        self._updates = UpdateMoves(
+            plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks, shared_memory=on_host
+        )
 
     def run(self) -> Schedule:
         anchors = [self._begin(index, anchor) for index, anchor in enumerate(self._anchors)]
         if order := self._signature.order:
-            last = () if self._plan.priority else last_step(self._placed, order, ranks=self._ranks)
+            last = () if self._plan.priority else last_step(self._placed, order, arrival=self._arrival)
             edges = dict.fromkeys((*anchors[0].carried, *last, *last_kept(self._placed, order)))
             anchors[0] = replace(anchors[0], carried=tuple(edges))
         return Schedule(
@@ -164,6 +176,7 @@ class _Lowering:
             device_before=frozenset() if self._room is None else self._room.resident,
             device_after=frozenset() if self._device is None else frozenset(self._device.held),
             ranks=self._ranks,
+            shared_memory=self._room is not None and self._room.shared_memory,
         )
 
     def _begin(self, index: int, anchor: Anchor) -> Anchor:
@@ -177,7 +190,7 @@ class _Lowering:
         needs = [self._weights.need(index, anchor.block)]
         carried = self._pending(anchor) if needs == [None] else ()
         if anchor.phase is Phase.BACKWARD and self._activations is not None:
-            carried = tuple(last_gradients(self._placed, self._anchors, index, ranks=self._ranks))
+            carried = tuple(last_gradients(self._placed, self._anchors, index, departure=self._departure))
         swaps = self._activations if self._signature.training else None
         use = index if anchor.phase is Phase.FORWARD else len(self._anchors) - 2 - index
         if swaps is not None and anchor.phase is Phase.BACKWARD:
@@ -206,14 +219,14 @@ class _Lowering:
         if anchor.phase is not Phase.FORWARD or not placed.trainable:
             return ()
         if placed.renewed:
-            return ((OpKind.UPLOAD if self._ranks == 1 else OpKind.GATHER, anchor.block),)
+            return ((self._arrival, anchor.block),)
         # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for
         # that update.
         return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
 
 
 def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, device: DeviceRoom | None) -> None:
-    on_host, ranks = device is None or device.ranks > 1, 1 if device is None else device.ranks
+    on_host, ranks = device is None or device.shared_memory, 1 if device is None else device.ranks
     if on_host and plan.micro_batches > 1:
         raise ConfigError(
             f"plan {plan.name!r}: micro_batches={plan.micro_batches}; where the device is the host's own CPU a batch is not split. "
@@ -247,10 +260,10 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
             )
         if device is not None and row.below_device and size * ranks > device.capacity_bytes:
             raise OutOfMemoryBudgetError(
-                f"block {name!r} needs {format_bytes(size)} of device memory for its weights; "
+                f"block {name!r} needs {format_bytes(size * ranks)} of device memory for its weights; "
                 f"{format_bytes(device.capacity_bytes)} are left for weights that live below the device. Raise device_memory, keep "
                 f"less of other blocks on the device, or choose smaller blocks with block_cls."
-                if ranks == 1
+                if not device.shared_memory
                 else f"block {name!r} needs {format_bytes(size * ranks)} of host memory on each of {ranks} ranks for its whole "
                 f"weights; {format_bytes(device.capacity_bytes)} are left for them. Raise host_memory, or choose smaller blocks "
                 f"with block_cls."

@@ -9,7 +9,7 @@ from itertools import islice
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
 from lightning_hetero.lowering.activation_moves import ActivationMoves
-from lightning_hetero.lowering.chains import Carried, Issue
+from lightning_hetero.lowering.chains import Carried, Issue, earlier_reduce
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, speculates, updates_in_backward
 from lightning_hetero.lowering.weight_cache import Uses
@@ -28,6 +28,7 @@ class UpdateMoves:
         weights: Where they are.
         activations: Where those are; ``None`` where the device is the host.
         ranks: Ranks that share the model.
+        shared_memory: The devices of several ranks are the host's own CPU.
     """
 
     def __init__(
@@ -40,8 +41,12 @@ class UpdateMoves:
         weights: WeightMoves,
         activations: ActivationMoves | None,
         ranks: int = 1,
+        *,
+        shared_memory: bool = False,
     ) -> None:
         self._ranks = ranks
+        leaves, reduces = [(OpKind.GRAD, Lane.D2H)] * (not shared_memory), [(OpKind.REDUCE, Lane.NET)] * (ranks > 1)
+        self._hops = [*leaves, *reduces]  # of gradients on their way to the update
         self._agreed: int | None = None  # the AGREE that all ranks have the last record
         self._verdict: tuple[int, ...] = ()  # the AGREE that makes the verdict one
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
@@ -55,6 +60,7 @@ class UpdateMoves:
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
         self._grads: list[tuple[int, int, int | None]] = []  # GRAD, block, block that it replaces
+        self._reduced: list[int] = []  # REDUCEs of gradients that have left a device
         self._down: list[int] = []  # SWAP_OUTs of state
         self._num_up = 0  # SWAP_INs of state
         self._behind: tuple[int, ...] = ()  # ends of the update before (naive order)
@@ -137,11 +143,18 @@ class UpdateMoves:
             self._weights.renew(device, block)
 
     def _grad(self, block: int) -> None:
-        depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes
+        depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes * self._ranks
         over = self._grads[-depth][1] if self._in_backward and len(self._grads) >= depth else None
         after = () if over is None else (self._updated[over],)
-        kind, lane = (OpKind.GRAD, Lane.D2H) if self._ranks == 1 else (OpKind.REDUCE, Lane.NET)
-        self._grads.append((self._issue(kind, block, lane, Payload.GRADIENTS, size * self._ranks, after=after), block, over))
+        carried: tuple[Carried, ...] = ()
+        (kind, lane), *rest = self._hops
+        if rest:  # few gradients wait on the host whole
+            after = (self._reduced[-depth],) if over is None and len(self._reduced) >= depth else after
+            carried = tuple(earlier_reduce(self._placed, self._signature.order, depth, len(self._grads)))
+        left = self._issue(kind, block, lane, Payload.GRADIENTS, size, after=after, carried=carried)
+        self._grads.append((left, block, over))
+        for later, there in rest:
+            self._reduced.append(self._issue(later, block, there, Payload.GRADIENTS, size))
 
     def _update(self, index: int, block: int) -> None:
         shape, placed = self._placed[block].shape, self._placed[block]

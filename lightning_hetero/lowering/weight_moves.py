@@ -26,6 +26,7 @@ class WeightMoves:
         absent: ``depth`` counts only blocks that the tier does not hold, as a step without backward
             brings them; see [Note: Residency].
         ranks: Ranks that share the model: whole weights come to the device from all of them.
+        shared_memory: The devices of several ranks are the host's own CPU.
     """
 
     def __init__(
@@ -39,9 +40,13 @@ class WeightMoves:
         depth: int,
         absent: bool = False,
         ranks: int = 1,
+        shared_memory: bool = False,
     ) -> None:
         self.host, self.device, self._absent = host, device, absent
-        self._placed, self._issue, self._uses, self._depth, self._ranks = placed, issue, uses, depth, ranks
+        self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
+        self._ranks, self._on_host = ranks, shared_memory
+        gathers, uploads = [(OpKind.GATHER, Lane.NET)] * (ranks > 1), [(OpKind.UPLOAD, Lane.H2D)] * (not shared_memory)
+        self._hops = [*gathers, *uploads]  # of weights on their way to where they compute
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
         self._higher = 0  # up to this place in there, weights of uses to come are on the device
         self._below_device = uses.of({b for b, p in enumerate(placed) if p.below_device})
@@ -117,8 +122,10 @@ class WeightMoves:
         return True
 
     def _upload(self, device: Cache, block: int, *, after: Sequence[int] = ()) -> None:
-        kind, lane = (OpKind.UPLOAD, Lane.H2D) if self._ranks == 1 else (OpKind.GATHER, Lane.NET)
         size = self._placed[block].shape.weight_bytes * self._ranks
+        *first, (kind, lane) = self._hops
+        for earlier, there in first:
+            self._issue(earlier, block, there, Payload.WEIGHTS, size)
         device.add(block, self._issue(kind, block, lane, Payload.WEIGHTS, size, after=after))
         self.host.touch(block)
 
@@ -159,5 +166,5 @@ class WeightMoves:
         """Gives the memory of a block's weights on one tier back."""
         size, lane = self._placed[block].shape.weight_bytes, Lane.DISK_READ
         if cache is not self.host:
-            size, lane = size * self._ranks, Lane.H2D if self._ranks == 1 else Lane.NET
+            size, lane = size * self._ranks, Lane.NET if self._on_host else Lane.H2D
         cache.remove(block, self._issue(OpKind.RELEASE, block, lane, Payload.WEIGHTS, size, after=cache.after_release()))

@@ -430,7 +430,8 @@ class Placer:
     def _check_schedule(self, plan: Plan, room: CacheSizes, rules: StepRules) -> None:
         """Lowers the plan, so that its refusals come before anything is loaded."""
         on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
-        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device, ranks=self._ranks)
+        on_host = self._ranks > 1 and self.device_memory is None
+        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device, ranks=self._ranks, shared_memory=on_host)
         waits = (Updates.AFTER_VERDICT, *((Updates.SPECULATIVE, Updates.REDONE) if rules.speculates else ()))
         for updates in waits if rules.deferred else (Updates.IN_BACKWARD,):
             signature = StepSignature(

@@ -50,7 +50,8 @@ class Occupancy:
         shared_memory: Device and host are one pool, which counts as host memory.
         staging_bytes: Host memory through which state on disk streams.
         ranks: Ranks that share the model, of which ``model`` is one's slice; whole weights and
-            gradients take memory too.
+            gradients take memory too. On devices with memory of their own, whole weights pass
+            through host memory that the ranks share.
         keeps_gradients: Gradients stay after the updates until the next backward, as in plain
             Lightning; the runtime does this if updates follow the verdict.
     """
@@ -117,8 +118,16 @@ class Occupancy:
                 return None, self._pooled(-size, 0)
             case OpKind.RELEASE, _, _:
                 return None, self._pooled(0, -size)
+            case OpKind.GATHER, _, _ if not self._shared:
+                return None, None  # the ranks of a host share its memory
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _) if placed is not None and placed.weights is not Tier.DEVICE:
                 return self._pooled(size, 0), None
+            case OpKind.GRAD, _, _ if self._ranks > 1:
+                self._on_device.discard(op.block)
+                return (0, size), (-size, 0)
+            case OpKind.REDUCE, _, _ if self._ranks > 1 and not self._shared:
+                taken, _ = self._gradients(op.block)
+                return taken, (0, -size)
             case OpKind.GRAD, _, _:
                 return self._gradients(op.block)
             case OpKind.REDUCE, _, _ if self._ranks > 1:

@@ -108,11 +108,23 @@ def test_schedule_of_two_ranks_is_the_reviewed_one(
     slices, whole = 2 * 200, 3 * 400
     resident, held = frozenset[int](), frozenset[int]()
     for _ in range(2):
-        room = DeviceRoom(resident=held, capacity_bytes=whole, ranks=2)
+        room = DeviceRoom(resident=held, capacity_bytes=whole, ranks=2, shared_memory=True)
         schedule = lower(plan, model, signature, resident=resident, capacity_bytes=slices, device=room)
         resident, held = schedule.resident_after, schedule.device_after
     check(schedule, plan, model, capacity_bytes=slices, device_capacity_bytes=whole)
     _compare(name, schedule, pytestconfig)
+
+
+def test_schedule_of_two_ranks_on_devices_is_the_reviewed_one(pytestconfig: pytest.Config) -> None:
+    """Devices have memory of their own: whole weights and gradients cross their links."""
+    model = replace(MODEL, blocks=tuple(replace(_block(b.name, b.num_params // 2), pinned=b.pinned) for b in MODEL.blocks))
+    plan, held = fitted(host(model), model, device=True), frozenset[int]()
+    for _ in range(2):
+        room = DeviceRoom(resident=held, capacity_bytes=3 * 400, ranks=2)
+        schedule = lower(plan, model, STEP, resident=frozenset(), capacity_bytes=0, device=room)
+        held = schedule.device_after
+    check(schedule, plan, model, capacity_bytes=0, device_capacity_bytes=3 * 400)
+    _compare("ranks_devices", schedule, pytestconfig)
 
 
 # ---- a device with memory of its own -------------------------------------------------------------

@@ -14,7 +14,7 @@ from support.rank_machines import RankMachines
 
 from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.lowering.check import same_order
@@ -28,13 +28,14 @@ class Case:
     ranks: int
     capacity_bytes: int
     whole_bytes: int
+    shared_memory: bool = True  # the devices are the host's own CPU
 
     def lower(self) -> list[Schedule]:
         """All steps, beginning with empty caches."""
         resident, held = frozenset[int](), frozenset[int]()
         schedules: list[Schedule] = []
         for signature in self.signatures:
-            room = DeviceRoom(resident=held, capacity_bytes=self.whole_bytes, ranks=self.ranks)
+            room = DeviceRoom(resident=held, capacity_bytes=self.whole_bytes, ranks=self.ranks, shared_memory=self.shared_memory)
             schedules.append(
                 lower(self.plan, self.model.shape(), signature, resident=resident, capacity_bytes=self.capacity_bytes, device=room)
             )
@@ -73,12 +74,14 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         name="m", tokens=1, compute_itemsize=draw(st.sampled_from([2, 4])), constant_device_bytes=3, constant_host_bytes=5,
         blocks=tuple(draw(blocks(i)) for i in range(draw(st.integers(1, 6)))), kept_every=draw(st.integers(0, 2)),
     )  # fmt: skip
-    model = whole.slice_of(ranks)
+    model, on_host = whole.slice_of(ranks), draw(st.booleans())
+    policies = [Saved.KEEP] if on_host else list(Saved)
     rows = [
         BlockPlan(
             name=b.name,
             weights=Tier.DEVICE if b.pinned else draw(st.sampled_from(Tier)),
             state=draw(st.sampled_from([Tier.HOST, Tier.DISK])),
+            saved=Saved.KEEP if b.pinned else draw(st.sampled_from(policies)),
         )
         for b in model.blocks
     ]
@@ -102,6 +105,7 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         ranks=ranks,
         capacity_bytes=max(slices, default=0) + draw(st.integers(0, sum(slices))),
         whole_bytes=max(wholes, default=0) + draw(st.integers(0, sum(wholes))),
+        shared_memory=on_host,
     )
 
 
@@ -129,6 +133,8 @@ def test_gradients_are_reduced_once_after_the_last_backward_and_before_the_updat
         reduces = {op.block: op for op in schedule.lane(Lane.NET) if op.kind is OpKind.REDUCE}
         updates = {op.block: op for op in schedule.ops if op.kind is OpKind.UPDATE}
         assert sum(op.kind is OpKind.REDUCE for op in schedule.ops) == len(reduces)
+        grads = [op.block for op in schedule.ops if op.kind is OpKind.GRAD]
+        assert grads == ([] if case.shared_memory else list(reduces))
         assert reduces.keys() == updates.keys()
         last = {anchor.block: index for index, anchor in enumerate(schedule.anchors)}
         assert all(op.at > last[block] and op.id < updates[block].id for block, op in reduces.items())
@@ -215,6 +221,7 @@ def test_a_collective_that_is_missing_is_caught(case: Case, data: st.DataObject)
 MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
     "one rank": lambda s: replace(s, ranks=1),
     "a rank more": lambda s: replace(s, ranks=s.ranks + 1),
+    "other devices": lambda s: replace(s, shared_memory=not s.shared_memory),
     "another end": lambda s: replace(s, device_after=s.device_after ^ {0}),
     "an AGREE of a block": lambda s: _with_op(s, replace(s.ops[0], kind=OpKind.AGREE)),
     "an UPLOAD": lambda s: _with_op(s, replace(s.ops[0], kind=OpKind.UPLOAD, lane=Lane.H2D)),

@@ -55,11 +55,16 @@ class Machine:
         schedules: All of them, in order; each begins with what the one before leaves.
         seed: Of the order of events.
         ranks: Machines that share the model, of which ``model`` is one's slice; see
-            ``support.rank_machines``. Whole weights take the place of the device's copies.
+            ``support.rank_machines``. Where devices are the host's own CPU, whole weights take the
+            place of the device's copies; else they are between host and device, and so are whole
+            gradients.
     """
 
     def __init__(self, plan: Plan, model: ModelProfile, schedules: Sequence[Schedule], *, seed: int, ranks: int = 1) -> None:
         self.plan, self.model, self.schedules, self.random, self.ranks = plan, model, schedules, Random(seed), ranks
+        self.has_hops = ranks > 1 and not any(schedule.shared_memory for schedule in schedules)
+        self.between = "whole" if self.has_hops else "host"  # where UPLOAD and GRAD have their other end
+        self.whole: set[int] = set()  # blocks whose gradients are between device and REDUCE
         self.next_compute = 0  # in self.compute
         self.placed = placements(plan, model.shape(), device=True)
         self.version = [0] * len(self.placed)  # updates that each block has seen, as the program says
@@ -197,7 +202,8 @@ class Machine:
         assert run.op is not None
         b, u, p = run.op.block, (run.schedule, run.use), self.placed[run.op.block] if run.op.block != NO_BLOCK else None
         weights, state, gradients, act = (
-            {t: (what, t, b) for t in ("device", "host", "file", "staging")} for what in ("weights", "state", "gradients", "-")
+            {t: (what, t, b) for t in ("device", "whole", "host", "file", "staging")}
+            for what in ("weights", "state", "gradients", "-")
         )
         act = {t: ("activations", t, *u) for t in ("device", "host", "file")}
         match run.op.kind, run.op.payload, run.op.lane:
@@ -205,18 +211,23 @@ class Machine:
                 run.reads, run.writes = [weights["file"]], [weights["host"]]
             case OpKind.FETCH, Payload.STATE, _:
                 run.reads, run.writes = [state["file"]], [state["staging"]]
+            case OpKind.GATHER, _, _ if self.has_hops:
+                run.reads, run.writes = [weights["host"]], [weights["whole"]]
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
-                run.reads, run.writes = [weights["host"]], [weights["device"]]
+                run.reads, run.writes = [weights[self.between]], [weights["device"]]
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 run.writes = [weights["device"]]
             case OpKind.RELEASE, _, _:
                 run.writes = [weights["host"]]
+            case OpKind.REDUCE, _, _ if self.has_hops:
+                run.writes = [gradients["whole"], gradients["host"]]
             case ((OpKind.GRAD | OpKind.REDUCE), _, _):
-                run.writes = [gradients["device"], gradients["host"]]
+                run.writes = [gradients["device"], gradients[self.between]]
             case OpKind.UPDATE, _, Lane.CPU:
                 assert p is not None
                 run.writes = [gradients["host"], state["staging" if p.plan.state is Tier.DISK else "host"], weights["staging"]]
                 run.writes += [weights["host"]] if weights["host"] in self.value else []
+                run.writes += [weights["whole"]] if self.has_hops else []
             case OpKind.UPDATE, _, _:
                 run.writes = [gradients["device"], state["device"], weights["device"]]
             case OpKind.STORE, _, _:
@@ -255,13 +266,24 @@ class Machine:
                 lost = self.value.get(("weights", "host", b)) == _LOST
                 assert lost or ("weights", "host", b) not in self.value, f"{run}: the host has them"
                 self._memory(host_cache=0 if lost else op.num_bytes)
+            case OpKind.GATHER, _, _ if self.has_hops:
+                assert ("weights", "host", b) in self.value, f"{run}: nothing to gather"
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
-                assert ("weights", "host", b) in self.value, f"{run}: nothing to upload"
+                assert ("weights", self.between, b) in self.value, f"{run}: nothing to upload"
                 if self.placed[b].below_device:
                     assert ("weights", "device", b) not in self.value, f"{run}: the device has them"
                     self._memory(device_cache=op.num_bytes)
             case OpKind.RELEASE, _, Lane.DISK_READ:
                 assert self.value["weights", "file", b] == self.value["weights", "host", b], f"{run}: loses an update"
+            case OpKind.REDUCE, _, _ if self.has_hops:
+                assert self.value["gradients", "whole", b] > 0, f"{run}: no gradients"
+                self._memory(host=op.num_bytes // self.ranks * (("gradients", "host", b) not in self.value))
+            case OpKind.GRAD, _, _ if self.has_hops:
+                assert self.value["gradients", "device", b] > 0, f"{run}: no gradients"
+                assert b not in self.whole, f"{run}: they would be reduced together"
+                self.whole.add(b)
+                assert len(self.whole) <= self.plan.gradient_depth, f"{run}: the host has whole gradients of {self.whole}"
+                self._memory(host=op.num_bytes)
             case ((OpKind.GRAD | OpKind.REDUCE), _, _):
                 assert self.value["gradients", "device", b] > 0, f"{run}: no gradients"
                 self._memory(host=op.num_bytes // self.ranks * (("gradients", "host", b) not in self.value))
@@ -301,14 +323,24 @@ class Machine:
             case OpKind.FETCH, payload, _:
                 place = "host" if payload is Payload.WEIGHTS else "staging"
                 self.value[payload.value, place, b] = self.value[payload.value, "file", b]
+            case OpKind.GATHER, _, _ if self.has_hops:
+                self.value["weights", "whole", b] = self.value["weights", "host", b]
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
-                self.value["weights", "device", b] = self.value["weights", "host", b]
+                self.value["weights", "device", b] = self.value["weights", self.between, b]
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 del self.value["weights", "device", b]
                 self._memory(device_cache=-op.num_bytes)
             case OpKind.RELEASE, _, _:
                 del self.value["weights", "host", b]
                 self._memory(host_cache=-op.num_bytes)
+            case OpKind.GRAD, _, _ if self.has_hops:
+                self.value["gradients", "whole", b] = self.value.pop(("gradients", "device", b))
+                self._memory(device=-op.num_bytes)
+            case OpKind.REDUCE, _, _ if self.has_hops:
+                added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "whole", b))
+                self.whole.remove(b)
+                self.value["gradients", "host", b] = added
+                self._memory(host=-op.num_bytes)
             case ((OpKind.GRAD | OpKind.REDUCE), _, _):
                 added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "device", b))
                 self.value["gradients", "host", b] = added

@@ -16,8 +16,8 @@ STEP = StepSignature(order=(0, 1), training=True, updates=Updates.IN_BACKWARD)
 SLICE = model_of(20, 20).slice_of(2).shape()  # 40 bytes of weights each; both slices are 80
 
 
-def lowered(plan: Plan, *, ranks: int = 2, whole_bytes: int = 160) -> Schedule:
-    room = DeviceRoom(capacity_bytes=whole_bytes, ranks=ranks)
+def lowered(plan: Plan, *, ranks: int = 2, whole_bytes: int = 160, shared_memory: bool = True) -> Schedule:
+    room = DeviceRoom(capacity_bytes=whole_bytes, ranks=ranks, shared_memory=shared_memory)
     return lower(plan, SLICE, STEP, resident=frozenset(), capacity_bytes=80, device=room)
 
 
@@ -43,5 +43,5 @@ def test_batches_are_not_split_there() -> None:
 
 
 def test_one_rank_has_no_collectives() -> None:
-    kinds = {op.kind for op in lowered(plan_of(ON_DISK, BlockPlan(name="")), ranks=1).ops}
+    kinds = {op.kind for op in lowered(plan_of(ON_DISK, BlockPlan(name="")), ranks=1, shared_memory=False).ops}
     assert not kinds & {OpKind.GATHER, OpKind.REDUCE, OpKind.AGREE}

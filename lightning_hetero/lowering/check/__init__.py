@@ -8,7 +8,7 @@ from lightning_hetero.ir.schedule import Op, Phase, Schedule
 from lightning_hetero.lowering.check import structure
 from lightning_hetero.lowering.check.collectives import same_order
 from lightning_hetero.lowering.check.history import History
-from lightning_hetero.lowering.check.rules import DEVICE, HOST, RANKS
+from lightning_hetero.lowering.check.rules import DEVICE, DEVICES, HOST, RANKS
 
 __all__ = ["check", "same_order"]
 
@@ -65,6 +65,11 @@ def check(
     - *collectives*: Where updates wait for all gradients, an AGREE makes the verdict one. Across
       ranks: :func:`same_order`.
 
+    If their devices have memory of their own, both hold: a GATHER comes before each UPLOAD, and a
+    REDUCE after each GRAD.
+
+    - *gradients*: Whole gradients of at most ``plan.gradient_depth`` blocks are on the host.
+
     Args:
         schedule: The schedule of one step.
         plan: The resolved plan it was lowered from.
@@ -76,7 +81,8 @@ def check(
     Raises:
         ScheduleError: The first broken invariant, with op, block, rule and the ops around it.
     """
-    rules = RANKS if schedule.ranks > 1 else HOST if device_capacity_bytes is None else DEVICE
+    alone = HOST if device_capacity_bytes is None else DEVICE
+    rules = alone if schedule.ranks == 1 else RANKS if schedule.shared_memory else DEVICES
     history = History(schedule, plan, model, capacity_bytes, device_capacity_bytes)
     structure.anchors(history)
     structure.edges(history)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_hetero.ir.schedule import Anchor, Op, Phase
+from lightning_hetero.ir.schedule import Anchor, Op, OpKind, Phase
+from lightning_hetero.lowering.chains import earlier_reduce
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.lower import last_gradients
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
@@ -19,6 +20,8 @@ def grad(h: History, op: Op, _: Anchor) -> None:
     """Gradients go to the host."""
     if not h.placed[op.block].on_cpu or op.block in h.grads:
         h.fail("gradients", op, op.block, "is not updated by the CPU, or its gradients have gone to the host before")
+    if op.kind is OpKind.GRAD and h.ranks > 1:
+        _few_are_whole(h, op, h.plan.gradient_depth)
     if op.at <= h.last_use.get(op.block, len(h.schedule.anchors)):
         h.fail("gradients", op, op.block, f"copies gradients at anchor {op.at}, before the last backward has ended")
     if updates_in_backward(h.plan, h.schedule.signature.updates):
@@ -28,17 +31,43 @@ def grad(h: History, op: Op, _: Anchor) -> None:
             h.fail("gradients", op, op.block, got)
 
 
+def _few_are_whole(h: History, op: Op, depth: int) -> None:
+    number = len(h.grads)
+    reduced = h.reduced[number - depth] if number - depth in range(len(h.reduced)) else op.id + 1
+    carried = earlier_reduce(h.placed, h.schedule.signature.order, depth, number)
+    waits = h.is_behind(op, reduced) if number >= depth else all(edge in op.carried for edge in carried)
+    if not waits:
+        h.fail(
+            "gradients",
+            op,
+            op.block,
+            f"does not wait for a REDUCE before it: whole gradients of over {depth} blocks are on the host",
+        )
+
+
+def reduce(h: History, op: Op, _: Anchor) -> None:
+    """Gradients that have left devices become slices of their sum."""
+    last = h.grads.get(op.block)
+    if last is None or h.schedule.ops[last].kind is not OpKind.GRAD:
+        h.fail("gradients", op, op.block, "reduces gradients that no GRAD has brought to the host, or that are slices")
+
+
 def update_follows(h: History, op: Op, _: Anchor) -> None:
     """The CPU updates with gradients that have come to the host."""
-    if h.placed[op.block].on_cpu and (op.block not in h.grads or not h.is_behind(op, h.grads[op.block])):
-        h.fail("order", op, op.block, "does not wait for its GRAD")
+    if not h.placed[op.block].on_cpu:
+        return
+    last = h.grads.get(op.block, op.id + 1)
+    if not h.is_behind(op, last) or h.schedule.ops[last].kind is not (OpKind.GRAD if h.ranks == 1 else OpKind.REDUCE):
+        h.fail("order", op, op.block, f"does not wait for its {'GRAD' if h.ranks == 1 else 'REDUCE'}")
 
 
 def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
     """A backward has memory for its gradients, and those of the last step have left the device."""
     if anchor.phase is not Phase.BACKWARD:
         return
-    missing = [edge for edge in last_gradients(h.placed, h.schedule.anchors, index, ranks=h.ranks) if edge not in anchor.carried]
+    missing = [
+        edge for edge in last_gradients(h.placed, h.schedule.anchors, index, departure=h.departure) if edge not in anchor.carried
+    ]
     if missing:
         got = f"anchor {index} ({anchor}) does not wait for the GRAD of block {missing[0][1]} of the step before"
         h.fail("gradients", None, anchor.block, got)
@@ -48,8 +77,12 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
 def device_ends(h: History) -> None:
     """No gradients for the CPU stay on the device."""
     for block in dict.fromkeys(h.schedule.signature.order):
-        if h.schedule.signature.training and h.placed[block].on_cpu and block not in h.grads:
+        if not (h.schedule.signature.training and h.placed[block].on_cpu):
+            continue
+        if block not in h.grads:
             h.fail("gradients", None, block, "is updated by the CPU, and its gradients stay on the device")
+        if h.ranks > 1 and h.schedule.ops[h.grads[block]].kind is not OpKind.REDUCE:
+            h.fail("gradients", None, block, "has gradients on the host that no REDUCE follows")
 
 
 def _few_wait(h: History, index: int, anchor: Anchor, allowed: int, what: str) -> None:

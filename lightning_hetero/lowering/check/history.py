@@ -28,6 +28,8 @@ class History:
     Attributes:
         ranks: Ranks that share the model. Where there are several, the device's copies are whole
             weights.
+        arrival: The kind of op that brings weights to where they compute.
+        departure: The kind of op that takes gradients from there.
         placed: What the plan means for each block.
         behind: For each op so far a bit set of itself and all ops that it waits for.
         last: The latest op of each chain of each block.
@@ -39,12 +41,15 @@ class History:
         held: Blocks of whose weights the device holds a valid copy. ``held_bytes`` counts those
             that live below the device.
         uploaded: For each of them the UPLOAD that brought its weights.
+        gathered: For each block its latest GATHER, unless its weights have been uploaded or updated
+            since.
         released_there: Bit set of the RELEASEs of device memory.
         opened: For each block the FETCH of its state.
         updated: For each block its latest UPDATE.
         speculated: For each block its UPDATE before the verdict.
         update_ended: For each block its UPDATE, or the STORE that follows it.
-        grads: For each block its GRAD or REDUCE, in the order of issue.
+        grads: For each block its GRAD or REDUCE, whichever was the last, in the order of issue.
+        reduced: The REDUCEs.
         agreed: The first AGREE; it is about the record of the step before.
         agreed_verdict: The last AGREE after the verdict.
         using: Ops that use up gradients and that compute has not waited for.
@@ -80,12 +85,16 @@ class History:
         self.held = set(schedule.device_before)
         self.held_bytes = sum(self.copied_bytes(b) for b in self.held)
         self.uploaded: dict[int, int] = {}
+        self.gathered: dict[int, int] = {}
         self.released_there = 0
         self.opened: dict[int, int] = {}
         self.updated: dict[int, int] = {}
         self.speculated: dict[int, int] = {}
         self.update_ended: dict[int, int] = {}
         self.grads: dict[int, int] = {}
+        self.reduced: list[int] = []
+        self.arrival = OpKind.GATHER if schedule.shared_memory else OpKind.UPLOAD
+        self.departure = OpKind.REDUCE if schedule.shared_memory else OpKind.GRAD
         self.using: list[int] = []
         self.state_up: dict[int, int] = {}
         self.state_down: dict[int, int] = {}
@@ -162,16 +171,22 @@ class History:
                 self.held_bytes -= self.copied_bytes(block)
                 self.uploaded.pop(block, None)
                 self.released_there |= 1 << op.id
-            case OpKind.UPLOAD | OpKind.GATHER, _, _:
+            case ((OpKind.UPLOAD | OpKind.GATHER), _, _) if op.kind is self.arrival:
+                self.gathered.pop(block, None)
                 self.held.add(block)
                 self.held_bytes += self.copied_bytes(block)
                 self.uploaded[block] = op.id
+            case OpKind.GATHER, _, _:
+                self.gathered[block] = op.id
             case OpKind.AGREE, _, _:
                 self.agreed = op.id if self.agreed is None else self.agreed
                 self.agreed_verdict = op.id if self.after_verdict(op) else None
-            case OpKind.GRAD | OpKind.REDUCE, _, _:
+            case ((OpKind.GRAD | OpKind.REDUCE), _, _) if op.kind is self.departure:
                 self.grads[block] = op.id
                 self.using.append(op.id)
+            case OpKind.REDUCE, _, _:
+                self.grads[block] = op.id
+                self.reduced.append(op.id)
             case OpKind.UPDATE, _, _:
                 self._record_update(op)
             case OpKind.SWAP_IN | OpKind.SWAP_OUT, Payload.ACTIVATIONS, _:
@@ -202,6 +217,7 @@ class History:
         elif self.placed[op.block].on_cpu:  # the device's copy, if it has one, is outdated
             self.held.discard(op.block)
             self.uploaded.pop(op.block, None)
+            self.gathered.pop(op.block, None)
 
     def wait(self, anchor: Anchor) -> None:
         """Compute has waited for the ops that an anchor needs."""

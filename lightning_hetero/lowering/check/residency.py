@@ -97,6 +97,21 @@ def upload(h: History, op: Op, _: Anchor) -> None:
     _fits_device(h, op, op.block, h.held_bytes + h.copied_bytes(op.block))
 
 
+def gather(h: History, op: Op, _: Anchor) -> None:
+    """Slices of all ranks become whole on the host, for the UPLOAD that follows."""
+    placed = h.placed[op.block]
+    if op.block in h.held or op.block in h.gathered or not (placed.below_device or placed.renewed):
+        h.fail("resident", op, op.block, "gathers weights that the device holds or that are whole, or that no one else makes")
+    if placed.on_disk and op.block not in h.resident:
+        h.fail("resident", op, op.block, "gathers weights that are not in host memory")
+
+
+def upload_whole(h: History, op: Op, _: Anchor) -> None:
+    """What goes up is whole."""
+    if op.block not in h.gathered:
+        h.fail("resident", op, op.block, "uploads weights of which the ranks have slices: no GATHER comes before it")
+
+
 def device_release(h: History, op: Op, anchor: Anchor) -> None:
     """Device memory is given back."""
     if op.block not in h.held or not h.placed[op.block].below_device:
@@ -120,8 +135,7 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
     if placed.below_device or placed.renewed:
         _is_present(h, index, anchor, h.held, h.uploaded)
     if anchor.phase is Phase.FORWARD and placed.trainable and block not in h.uploaded:
-        arrival = OpKind.UPLOAD if h.ranks == 1 else OpKind.GATHER
-        kind = arrival if placed.renewed else OpKind.UPDATE
+        kind = h.arrival if placed.renewed else OpKind.UPDATE
         if not (placed.below_device and placed.on_cpu) and (kind, block) not in anchor.carried:
             h.fail("order", None, block, f"anchor {index} ({anchor}) does not wait for the {kind.value} of the step before")
 

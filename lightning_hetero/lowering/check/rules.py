@@ -80,6 +80,12 @@ DEVICE = Rules(
     end=(*HOST.end, gradients.device_ends, updates.all_gone_back, residency.device_ends, swaps.all_back),
 )
 
+_SHARED: Mapping[What, tuple[OpRule, ...]] = {  # of ranks that share a model
+    (OpKind.UPDATE, _STATE, Lane.CPU): (*_UPDATE, collectives.verdict),
+    (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): (commit.commit, collectives.verdict),
+    (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
+}
+
 RANKS = Rules(
     begin=DEVICE.begin,
     ops={
@@ -87,10 +93,23 @@ RANKS = Rules(
         (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.upload, _BYTES),
         (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.device_release, _BYTES),
         (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.grad, _BYTES),
-        (OpKind.UPDATE, _STATE, Lane.CPU): (*_UPDATE, collectives.verdict),
-        (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): (commit.commit, collectives.verdict),
-        (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
+        **_SHARED,
     },
     anchors=(residency.device_anchor_begins, gradients.device_anchor_begins),
     end=(*HOST.end, gradients.device_ends, residency.device_ends),
 )
+"""Of ranks whose devices are the host's own CPU."""
+
+DEVICES = Rules(
+    begin=DEVICE.begin,
+    ops={
+        **{what: rules for what, rules in DEVICE.ops.items() if what[2] is not Lane.COMPUTE},
+        (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.gather, _BYTES),
+        (OpKind.UPLOAD, _WEIGHTS, Lane.H2D): (residency.upload, residency.upload_whole, _BYTES),
+        (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.reduce, _BYTES),
+        **_SHARED,
+    },
+    anchors=DEVICE.anchors,
+    end=DEVICE.end,
+)
+"""Of ranks whose devices have memory of their own."""

@@ -41,7 +41,7 @@ def first_anchor(h: History) -> None:
     """The first forward waits for the last step if the plan, or a kept step, requires it."""
     if not h.plan.priority and h.schedule.anchors:
         first = h.schedule.anchors[0]
-        missing = [edge for edge in last_step(h.placed, h.schedule.signature.order, ranks=h.ranks) if edge not in first.carried]
+        missing = [edge for edge in last_step(h.placed, h.schedule.signature.order, arrival=h.arrival) if edge not in first.carried]
         if missing:
             kind, block = missing[0]
             got = f"anchor 0 ({first}) does not wait for its {kind.value} of the step before, as a plan without priority must"
@@ -70,6 +70,6 @@ def moves_its_payload(h: History, op: Op, _: Anchor) -> None:
     shape = h.placed[op.block].shape
     sizes = {Payload.WEIGHTS: shape.weight_bytes, Payload.STATE: shape.state_bytes, Payload.GRADIENTS: shape.gradient_bytes}
     size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)
-    size *= h.ranks if op.lane is Lane.NET else 1
+    size *= h.ranks if op.lane in (Lane.NET, Lane.H2D, Lane.D2H) else 1  # whole weights and gradients
     if op.num_bytes != size:
         h.fail("order", op, op.block, f"moves {op.num_bytes} bytes of {op.payload.value}; there are {size}")

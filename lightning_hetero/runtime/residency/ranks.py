@@ -37,7 +37,8 @@ class RanksResidency(HostResidency):
         """The blocks whose weights are whole and the newest."""
         whole = frozenset(b.index for b in self._blocks if _is_whole(b))
         room = self._context.placement.device_cache_bytes
-        return frozenset(), DeviceRoom(resident=whole, capacity_bytes=room, ranks=self._slices.collectives.ranks)
+        ranks = self._slices.collectives.ranks
+        return frozenset(), DeviceRoom(resident=whole, capacity_bytes=room, ranks=ranks, shared_memory=True)
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Gives back what no RELEASE has, because the last batch had no schedule to its end."""

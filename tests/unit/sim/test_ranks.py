@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.simulations import CPU, ON_HOST, model_of, plan_of, simulated, spans_of
+from support.simulations import CPU, GPU, ON_HOST, model_of, plan_of, simulated, spans_of
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -21,9 +21,10 @@ def machine(bytes_per_s: float) -> HardwareProfile:
     return replace(CPU, world_size=2, collective_bytes_per_s=bytes_per_s)
 
 
-def schedules(whole_bytes: int, updates: Updates = Updates.IN_BACKWARD) -> tuple[Schedule, ...]:
+def schedules(whole_bytes: int, updates: Updates = Updates.IN_BACKWARD, *, shared_memory: bool = True) -> tuple[Schedule, ...]:
     sizes = CacheSizes(host_cache_bytes=0, device_cache_bytes=whole_bytes, staging_bytes=0)
-    return steady(PLAN, WHOLE.slice_of(2).shape(), step_signatures(PLAN, updates=updates), sizes=sizes, ranks=2)
+    signatures, shape = step_signatures(PLAN, updates=updates), WHOLE.slice_of(2).shape()
+    return steady(PLAN, shape, signatures, sizes=sizes, ranks=2, shared_memory=shared_memory)
 
 
 def simulation(whole_bytes: int, bytes_per_s: float, updates: Updates = Updates.IN_BACKWARD) -> Simulation:
@@ -64,6 +65,35 @@ def test_memory_has_slices_whole_weights_and_whole_gradients() -> None:
     and reduced, and the slice (40) to which they are reduced.
     """
     assert simulation(160, 40.0).prediction.host_peak_bytes == 2 * (40 + 80) + 2 * (80 + 80) + 40
+
+
+def on_devices(whole_bytes: int) -> Simulation:
+    """A link moves 80 bytes a second each way, the network 40."""
+    gpus = replace(GPU, world_size=2, collective_bytes_per_s=40.0, link_h2d_bytes_per_s=80.0, link_d2h_bytes_per_s=80.0)
+    return simulated(schedules(whole_bytes, shared_memory=False), PLAN, WHOLE.slice_of(2), gpus)
+
+
+def test_devices_get_whole_weights_from_the_host_and_send_whole_gradients_there() -> None:
+    """A GATHER of 80 bytes and the UPLOAD of them take 1 s each, and so do GRAD and REDUCE."""
+    step = on_devices(160)
+    spans = spans_of(step)
+    assert spans["B l1"] == (2, 4)
+    assert spans["GRAD l1"] == (4, 5)
+    assert spans["REDUCE gradients l1"] == (5, 6)
+    assert spans["UPDATE l1"] == (6, 7)
+    assert spans["B l0"] == (4, 6)
+    assert spans["UPDATE l0"] == (8, 9)
+    assert step.prediction.iteration_s == 6 + 1 + 1 + 1 + 1 + 1  # compute, GRAD, REDUCE, UPDATE, GATHER, UPLOAD
+
+
+def test_devices_have_whole_weights_and_gradients_and_hosts_have_slices() -> None:
+    """On the device whole weights of both blocks, and gradients of two as block 0's backward
+    begins. On the host slices of weights and state, whole gradients of one block, and the slice to
+    which those of the other have been reduced.
+    """
+    step = on_devices(160)
+    assert step.prediction.device_peak_bytes == 2 * 80 + 2 * 80
+    assert step.prediction.host_peak_bytes == 2 * (40 + 80) + 80 + 40
 
 
 def test_the_machine_has_as_many_ranks_as_the_schedule() -> None:
