@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class ModelWeights:
         mine = {name.removeprefix(begin): target for name, target in targets.items() if name.startswith(begin)}
         if not mine:
             raise ConfigError(f"weights for {prefix!r}: the model has no such module with parameters. Name one of its modules.")
+        mine = {name: target for name, target in mine.items() if target.is_meta or not _is_copy(name)}  # loaded with an adapter
         where = f"{str(files.path)!r} for {f'module {prefix!r}' if prefix else 'the model'}"
         aliases: dict[int, list[str]] = {}
         for name, target in mine.items():
@@ -190,6 +191,47 @@ def refuse_random_base(root: nn.Module, given: Callable[[str, Tensor], object]) 
                 f"random and stay so. Name the folder of the model that the adapters are for, as weights='folder', or pass a "
                 f"checkpoint that has its weights as ckpt_path."
             )
+
+
+def check_begun(root: nn.Module, known: Container[str], seen: Callable[[str, Tensor], bool]) -> None:
+    """Refuses adapters whose values were loaded on the meta device, which keeps none.
+
+    [Note: Adapters that nobody saw begin]
+    Whoever observes how adapters are made and loaded knows their values. Of others, how often they
+    were written tells. PEFT makes a matrix of LoRA in memory and moves it to the meta device, or
+    writes it twice there, in the constructor of the layer and in its own; anything else it writes
+    once there, as loading does. ``low_cpu_mem_usage=True`` loads in memory and moves the result to
+    the meta device. That looks like a new adapter, so a warning says what is assumed.
+
+    Args:
+        root: The model, of which no checkpoint is loaded.
+        known: The names of what files have.
+        seen: Whether a parameter was made, or loaded, where its values are known.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    named = dict(root.named_parameters())
+    own = adapter_names(root) | set(filter(_is_copy, named))
+    unseen = {n: p for n, p in named.items() if n in own and p.is_meta and n not in known and not seen(n, p)}
+    written = [n for n, p in unseen.items() if p._version not in ((0, 2) if ".lora_A." in n or ".lora_B." in n else (0,))]
+    how = "Make and load adapters in configure_model, or within the context of a loop; or build them in memory."
+    if written:
+        raise ConfigError(
+            f"values that were loaded into adapters before the fit are lost on the meta device, which keeps none: "
+            f"{_some(written)}. {how} New ones of this kind are made without torch.device('meta') around PEFT."
+        )
+    if moved := [n for n, p in unseen.items() if p._version == 0]:
+        log.warning(
+            "Adapters on the meta device begin anew: %s. If saved ones were loaded into them there, as low_cpu_mem_usage=True "
+            "does, their values are lost. %s",
+            _some(moved), how,
+        )  # fmt: skip
+
+
+def _is_copy(name: str) -> bool:
+    """Whether a parameter is that of a module in ``modules_to_save``."""
+    return ".modules_to_save." in name
 
 
 def _replaced(targets: Mapping[str, Tensor]) -> set[str]:

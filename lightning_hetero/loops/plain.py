@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.callbacks import num_tokens, table
-from lightning_hetero.convert.importing import ModelWeights, refuse_random_base
+from lightning_hetero.convert.importing import ModelWeights, check_begun, refuse_random_base
 from lightning_hetero.errors import ConfigError, UnsupportedError, did_you_mean
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
@@ -190,6 +190,7 @@ class OffloadedLoop:
         content = quantizing.content_of(model, files, {})
         if files is None:
             refuse_random_base(model, lambda *_: None)
+        check_begun(model, () if files is None else files, lambda *_: False)
         self.session = Session(model, choices.options, content)
         try:
             if optimizers is None:

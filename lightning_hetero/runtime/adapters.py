@@ -35,8 +35,6 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
             if "base_layer" in children and key != "base_layer":
                 for adapter, inner in _by_adapter(child):
                     why, found = _setter(module, key, adapter, configs)
-                    if not why and key in ("lora_A", "lora_B") and _was_loaded(inner):
-                        why = f"the values that were loaded into adapter {adapter!r} before the fit are lost there"
                     for part in inner.modules():
                         note(part, why, found)
             elif key == "prompt_encoder" and known is not None:
@@ -66,17 +64,6 @@ def copy_setters(root: nn.Module) -> Setters:
             for part, first in zip(copied.modules(), original.modules(), strict=False):
                 setters.setdefault(id(part), []).append(partial(_copy, first, part))
     return setters
-
-
-def _was_loaded(matrix: nn.Module) -> bool:
-    """Whether values were copied to a matrix of LoRA on the meta device.
-
-    PEFT makes the matrix in memory and moves it, or writes it twice on the meta device: in the
-    constructor of the layer and in its own. So one write is that of loading an adapter. A matrix
-    that is made and loaded on the meta device is not recognized.
-    """
-    weight = matrix._parameters.get("weight")
-    return weight is not None and weight.is_meta and weight._version == 1
 
 
 def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:

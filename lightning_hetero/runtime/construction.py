@@ -70,6 +70,7 @@ class Construction:
         self._touched_bytes = 0
         self._given: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}  # values of storages on the meta device
         self._given_bytes = 0
+        self._all: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter that was made
 
     def __contains__(self, param: object) -> bool:
         """Whether the parameter's memory is in the file."""
@@ -107,8 +108,14 @@ class Construction:
             )
         return values if values.shape == tensor.shape else None
 
+    def knows(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter was made here, or its values were given here."""
+        made = self._all.get(id(tensor))
+        return (made is not None and made() is tensor) or self.given(name, tensor) is not None
+
     def forget_given(self) -> None:
         """Values that code has given to tensors on the meta device are needed no longer."""
+        self._all.clear()
         self._given.clear()
         self._given_bytes = 0
 
@@ -120,6 +127,7 @@ class Construction:
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
+        self._all[id(param)] = weakref.ref(param)
         if param.device.type != "cpu" or param.layout is not torch.strided or param.nbytes < _SMALL_BYTES:
             return
         self._waiting_bytes += param.nbytes

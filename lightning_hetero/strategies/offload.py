@@ -16,7 +16,7 @@ from torch import nn
 from lightning_hetero import callbacks
 from lightning_hetero.clock import now_s
 from lightning_hetero.convert import adapter_settings, merges
-from lightning_hetero.convert.importing import ModelWeights, refuse_random_base
+from lightning_hetero.convert.importing import ModelWeights, check_begun, refuse_random_base
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.trace import Trace
@@ -217,8 +217,12 @@ class OffloadRun:
             self._leave_room_for_reference()
         quantizing.unpack(module)
         content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self.options.disk_path
-        if resumed is None and self.choices.weights is None and (self.trainer is None or self.trainer.ckpt_path is None):
-            refuse_random_base(module, lambda name, p: None if self.built is None else self.built.given(name, p))
+        if resumed is None and (self.trainer is None or self.trainer.ckpt_path is None):
+            if self.choices.weights is None:
+                refuse_random_base(module, lambda name, p: None if self.built is None else self.built.given(name, p))
+            check_begun(
+                module, () if content is None else content, lambda name, p: self.built is not None and self.built.knows(name, p)
+            )
         self.checkpoints.base.placed(content)
         alignment = None if resumed is None or path is None else alignment_in(path.absolute())
         self.session = session = Session(module, self.options, content, self.built, alignment)

@@ -91,17 +91,96 @@ def test_training_goes_on_from_saved_adapters(load: Any, directory: Path, adapte
     assert_same(got, expected)
 
 
+KINDS: dict[str, Callable[[], Any]] = {
+    "lora": config,
+    "embedding": lambda: config(target_modules=["q_proj", "embed_tokens"]),
+    "dora": lambda: config(use_dora=True),
+    "saved": lambda: config(modules_to_save=["lm_head"]),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+def in_meta(base: Any, adapter: Path) -> Any:
+    with torch.device("meta"):
+        return loaded(base, adapter)
+
+
 @LOST
-def test_adapters_that_were_loaded_before_a_loop_are_refused(directory: Path, adapter: Path) -> None:
-    """Nobody has seen their values."""
+@pytest.mark.parametrize("load", [loaded, in_meta])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_nobody_saw_loaded_are_refused(kind: str, load: Any, directory: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    peft.get_peft_model(in_memory(directory), config()).save_pretrained(adapter)
-    model = loaded(on_meta(), adapter)
-    with (
-        pytest.raises(ConfigError, match=r"lora_A.*loaded into adapter 'default' before the fit are lost there"),
-        lightning_hetero.offload(model, lambda m: torch.optim.AdamW(m.parameters()), weights=directory, plan="host"),
-    ):
+    peft.get_peft_model(in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
+    model = load(on_meta(), tmp_path / "adapter")
+    refused = pytest.raises(ConfigError, match=r"loaded into adapters before the fit are lost.*default.*configure_model")
+    with refused, lightning_hetero.offload(model, plan="host", weights=directory):
         pass
+    module = Module(on_meta)
+    module.model = model
+    with refused:
+        quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), default_root_dir=tmp_path).fit(
+            module, llama.batches()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_adapters_begin_with_a_warning(
+    kind: str, dtype: torch.dtype, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They look like adapters that were loaded with low_cpu_mem_usage=True."""
+    model = peft.get_peft_model(on_meta().to(dtype), KINDS[kind]())
+    with lightning_hetero.offload(model, plan="host", weights=directory):
+        assert "Adapters on the meta device begin anew: 'base_model.model" in caplog.text
+        assert "low_cpu_mem_usage=True" in caplog.text
+
+
+def test_adapters_that_were_loaded_in_memory_and_moved_are_named(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft.get_peft_model(in_memory(directory), config()).save_pretrained(tmp_path)
+    model = without_copies(on_meta(), tmp_path)
+    with lightning_hetero.offload(model, plan="host", weights=directory):
+        assert "Adapters on the meta device begin anew" in caplog.text
+
+
+@LOST
+@pytest.mark.parametrize(
+    ("load", "kind"), [*((loaded, kind) for kind in [*KINDS, "prompt"]), (without_copies, "lora"), (without_copies, "saved")]
+)
+def test_what_configure_model_makes_needs_no_warning(
+    load: Any, kind: str, directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "prompt":
+
+        def build() -> Any:
+            return peft.get_peft_model(on_meta(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    else:
+        peft.get_peft_model(in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
+
+        def build() -> Any:
+            return load(on_meta(), tmp_path / "adapter")
+
+    fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
+    assert "begin anew" not in caplog.text
+
+
+@LOST
+def test_lost_values_are_not_missed_by_a_resume(directory: Path, tmp_path: Path) -> None:
+    """The checkpoint has the adapters."""
+    peft.get_peft_model(in_memory(directory), config()).save_pretrained(adapter := tmp_path / "adapter")
+    strategy = HeteroOffloadStrategy("host", weights=directory)
+    module = Module(lambda: loaded(on_meta(), adapter))
+    trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path)
+    trainer.fit(module, llama.batches())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = Module(on_meta)
+    again.model = loaded(on_meta(), adapter)
+    quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), max_steps=2, default_root_dir=tmp_path).fit(
+        again, llama.batches(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=False
+    )
+    for (name, one), (_, other) in zip(again.state_dict().items(), module.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
 
 
 @LOST
