@@ -30,7 +30,7 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
 
     plan, request = load_plan(path, request)
     model, hardware = request.profiles()
-    plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
+    plan = fitted(plan, model.shape(), device=hardware.copies_weights)
     simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=True)
     if trace is not None:
         write_text(trace, simulation.trace.to_chrome())

@@ -54,6 +54,7 @@ _CONTENDER: Mapping[Work, str] = {
     Work.CPU_UPDATE: "update",
     Work.DISK_READ: "disk",
     Work.DISK_WRITE: "disk",
+    Work.COLLECTIVE: "net",
 }
 
 

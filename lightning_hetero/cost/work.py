@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.cost.rates import Rates, Work, cpu_update_bytes
 from lightning_hetero.ir.activations import recomputed_share
+from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind
@@ -15,7 +16,6 @@ _COPIES = {
     Lane.D2H: Work.D2H,
     Lane.DISK_READ: Work.DISK_READ,
     Lane.DISK_WRITE: Work.DISK_WRITE,
-    Lane.NET: Work.COLLECTIVE,
 }
 _FREE = (OpKind.RELEASE, OpKind.COMMIT)  # freed pages, and one small record: negligible work
 
@@ -69,27 +69,37 @@ def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount
     )
 
 
-def amount_of(op: Op, plan: Plan, model: ModelProfile, *, shared_memory: bool, world_size: int = 1) -> Amount | None:
+def amount_of(op: Op, plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Amount | None:
     """The work of one op; ``None`` if its time is negligible.
 
     A collective runs in a ring of ``n`` devices. Each sends ``(n - 1) / n`` of the bytes that are
-    reduced or gathered; a single device sends nothing.
+    reduced or gathered; a single device sends nothing. All of them meet before. The time of that
+    counts as the bytes that could be sent meanwhile.
 
     Args:
         op: The op.
         plan: The resolved plan of the schedule.
         model: The model.
-        shared_memory: As in the hardware's profile.
-        world_size: As in the hardware's profile.
+        hardware: The machine.
 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
     workstations, 2009, section 3.
     """
+    if op.kind is OpKind.AGREE and hardware.meeting_bytes:
+        return Amount(work=Work.COLLECTIVE, units=hardware.meeting_bytes, num_bytes=0)
     if op.kind in _FREE or op.block == NO_BLOCK:
         return None
     if op.kind is OpKind.UPDATE:
-        return update_amount(op, model, shared_memory=shared_memory)
+        return update_amount(op, model, shared_memory=hardware.shared_memory)
     block, placed = model.blocks[op.block], plan.blocks[op.block]
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
-    share = (world_size - 1) / world_size if op.lane is Lane.NET else 1.0
-    return Amount(work=_COPIES[op.lane], units=share * num_bytes, num_bytes=num_bytes)
+    if op.lane is Lane.NET:
+        return Amount(work=Work.COLLECTIVE, units=_sent(op, num_bytes, hardware), num_bytes=num_bytes)
+    return Amount(work=_COPIES[op.lane], units=num_bytes, num_bytes=num_bytes)
+
+
+def _sent(op: Op, num_bytes: int, hardware: HardwareProfile) -> float:
+    """What one device sends in a collective, its meeting included."""
+    devices = max(hardware.world_size, hardware.ranks)
+    stays = op.kind is OpKind.GATHER and hardware.gathers_in_place
+    return (0.0 if stays else (devices - 1) / devices * num_bytes) + hardware.meeting_bytes

@@ -14,11 +14,12 @@ from lightning_hetero.ir.codec import check_format, check_keys, number, parse_ob
 FORMAT = "lightning-hetero-hardware"
 VERSION = 1
 
-_WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "world_size")
+_WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "world_size", "ranks")
 # In files from when weights on disk left pageable memory; nothing does any more.
 FORMER = "link_h2d_pageable_bytes_per_s"
-_LATER = "unified_memory"  # only in the files of such machines, which the versions before it could not read
-_POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size")
+# Only in the files of such machines, which the versions before could not read.
+_LATER = {"unified_memory": False, "meeting_s": 0.0, "gathers_in_place": False, "ranks": 1}
+_POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size", "ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,11 @@ class HardwareProfile:
         cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
         collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
         world_size: Devices that train together.
+        meeting_s: Seconds until all devices have met, before anything is exchanged.
+        gathers_in_place: Devices of the machine read whole weights where the host has them once for
+            all of them: an all-gather only waits until all weights are there.
+        ranks: N if this is the share that one of N ranks has of a machine on which they train one
+            model together; then ``world_size`` is 1. Otherwise 1, and this is the whole machine.
         shared_memory: The device is the host's own CPU: there are no copies between them, and one
             budget for both.
         unified_memory: The device is another processor in the host's memory: there are copies, and
@@ -54,8 +60,8 @@ class HardwareProfile:
             part that the device may use.
         contention: How many times longer work takes beside other work, at least 1:
             ``"compute|update"`` is compute beside CPU updates, ``"update|compute"`` those updates
-            beside compute, likewise ``"disk"`` and ``"copy"``. ``"copy|copy"`` is a copy beside one
-            in the other direction. A missing pair is 1.
+            beside compute, likewise ``"disk"``, ``"copy"`` and ``"net"``, which is collectives.
+            ``"copy|copy"`` is a copy beside one in the other direction. A missing pair is 1.
         source: For each figure, when and how it was measured, or the datasheet.
     """
 
@@ -75,17 +81,30 @@ class HardwareProfile:
     cpu_downcast_params_per_s: float
     collective_bytes_per_s: float = 0.0
     world_size: int = 1
+    meeting_s: float = 0.0
+    gathers_in_place: bool = False
+    ranks: int = 1
     shared_memory: bool = False
     unified_memory: bool = False
     contention: Mapping[str, float] = field(default_factory=dict)
     source: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Compute uses copies of weights: in a device's memory, or of the slices of all ranks."""
+        return self.ranks > 1 or not self.shared_memory
+
+    @property
+    def meeting_bytes(self) -> float:
+        """What could be sent while all devices meet."""
+        return self.meeting_s * self.collective_bytes_per_s
 
     def to_json(self) -> str:
         """The profile as JSON text."""
         rows: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == _LATER and not value:
+            if f.name in _LATER and value == _LATER[f.name]:
                 continue
             rows[f.name] = dict(value) if isinstance(value, Mapping) else value
         return json.dumps(rows, indent=2) + "\n"
@@ -104,8 +123,8 @@ class HardwareProfile:
         data = parse_object(text, what="hardware profile", source=source)
         check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
         names = [f.name for f in fields(cls)]
-        switches = ("shared_memory", "unified_memory")
-        optional = ("collective_bytes_per_s", FORMER, "world_size", *switches, "contention", "source")
+        switches = ("shared_memory", "unified_memory", "gathers_in_place")
+        optional = ("collective_bytes_per_s", FORMER, "world_size", *_LATER, *switches, "contention", "source")
         check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
         values = dict(data)
         for key in values.keys() & {"disk_duplex", *switches}:
@@ -121,6 +140,11 @@ class HardwareProfile:
             raise ConfigError(
                 f"{source}: shared_memory=true, unified_memory=true; allowed: one of them. The first is the host's own CPU, the "
                 f"second another processor in the host's memory."
+            )
+        if values.get("world_size", 1) != 1 and values.get("ranks", 1) != 1:
+            raise ConfigError(
+                f"{source}: world_size={values['world_size']!r}, ranks={values['ranks']!r}; allowed: one of them above 1. The "
+                f"first is of a whole machine, the second of one rank's share."
             )
         for key in values.keys() - {"name", "disk_duplex", *switches, "contention", "source"}:
             values[key] = number(values[key], key=key, where=source, positive=key in _POSITIVE, whole=key in _WHOLE)

@@ -282,6 +282,11 @@ class ModelProfile:
         blocks = [replace(b, **{key: -(-getattr(b, key) // ranks) for key in _OF_SLICES}) for b in self.blocks]
         return replace(self, blocks=tuple(blocks))
 
+    def whole_of(self, ranks: int) -> ModelProfile:
+        """The profile of the whole model, if this is that of one of several ranks."""
+        blocks = [replace(b, **{key: getattr(b, key) * ranks for key in _OF_SLICES}) for b in self.blocks]
+        return replace(self, blocks=tuple(blocks))
+
     def to_json(self) -> str:
         """The profile as JSON text, one block per line."""
         head = {"format": FORMAT, "version": VERSION} | {k: getattr(self, k) for k in _MODEL_KEYS}

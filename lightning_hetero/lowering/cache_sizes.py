@@ -17,6 +17,7 @@ from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.memory_errors import device_too_small, plan_error, too_small
 from lightning_hetero.lowering.needs import Needs, Purpose, Rows, needs_of, summed, total_bytes
 from lightning_hetero.lowering.placed_blocks import updates_in_backward
+from lightning_hetero.lowering.rank_needs import whole_bytes
 from lightning_hetero.lowering.staging import read_ahead
 
 
@@ -48,11 +49,15 @@ class CacheSizes:
         device_cache_bytes: Device memory for weights that live below the device; ``None`` where the
             device is the host's own CPU.
         staging_bytes: Host memory through which state on disk streams.
+        ranks: Ranks that share the model; ``device_cache_bytes`` is for whole weights then.
+        shared_memory: Their devices are the host's own CPU.
     """
 
     host_cache_bytes: int
     device_cache_bytes: int | None
     staging_bytes: int
+    ranks: int = 1
+    shared_memory: bool = False
 
 
 def cache_sizes(
@@ -74,7 +79,7 @@ def cache_sizes(
         PlanError: A tier is too small even for the least; names the one with the largest shortfall,
             and the cheapest remedy.
     """
-    needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates)
+    needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates, ranks=hardware.ranks)
     device_memory, host_memory = hardware.device_memory_bytes, hardware.host_memory_bytes
     if hardware.unified_memory:
         device_memory, host_memory = divided(plan, needs, device_memory=device_memory, memory=host_memory, profiled=True)
@@ -94,11 +99,13 @@ def cache_sizes(
             },
         )  # fmt: skip
     cache_bytes, staging_bytes = _shared_out(host, needs)
+    copies = None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows))
+    if hardware.shared_memory and hardware.ranks > 1:
+        copies = whole_bytes(plan, model.shape(), hardware.ranks)
     return CacheSizes(
-        host_cache_bytes=cache_bytes,
-        device_cache_bytes=None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows)),
-        staging_bytes=staging_bytes,
-    )
+        host_cache_bytes=cache_bytes, device_cache_bytes=copies, staging_bytes=staging_bytes, ranks=hardware.ranks,
+        shared_memory=hardware.shared_memory,
+    )  # fmt: skip
 
 
 def divided(plan: Plan, needs: Needs, *, device_memory: int, memory: int, profiled: bool) -> tuple[int, int]:

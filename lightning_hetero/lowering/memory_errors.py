@@ -22,6 +22,7 @@ _REMEDIES = {  # cheapest first
     ("host", Purpose.ACTIVATIONS): f"recompute more of what forward saves (saved), or {_SMALLER_BATCH}",
     ("host", Purpose.STATE): "place state on 'disk'",
     ("host", Purpose.WEIGHTS): "place weights on 'disk'",
+    ("host", Purpose.RANKS): "a smaller prefetch_depth, or smaller blocks (block_cls)",
     ("disk", Purpose.MIRRORS): 'keep no steps (durability="none")',
     ("disk", Purpose.ACTIVATIONS): "swap activations to the host, or recompute them (saved)",
     ("disk", Purpose.WEIGHTS): "place weights on 'host'",

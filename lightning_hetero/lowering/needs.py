@@ -33,7 +33,8 @@ The host holds
 - if updates speculate, a copy of the weights of blocks with only their state on disk;
 - the cache: at least the largest block whose weights live on disk.
 
-Three cases need more or less. The runtime does not stop at the backward of a pinned block, so the
+Four cases need more or less. Ranks that share a model hold slices, and beside them what
+``rank_needs`` says. The runtime does not stop at the backward of a pinned block, so the
 gradients of pinned blocks come on top, on device and host. Ranks of a group average all gradients
 after backward, through buckets on the device or the host. If the device is the host's own CPU, both
 tiers are one pool and nothing is stored twice; gradients that an update after the verdict has used
@@ -54,6 +55,7 @@ from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, speculates, updates_in_backward
+from lightning_hetero.lowering.rank_needs import beside_slices_bytes
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
@@ -80,6 +82,7 @@ class Purpose(StrEnum):
     SPARE = "copies of weights until the verdict"
     CACHE = "the cache for weights from below"
     READING = "weights that are quantized as they are read"
+    RANKS = "whole weights and gradients of what ranks share, and room to exchange them"
     MIRRORS = "copies of what lives in memory, so that steps are kept"
 
 
@@ -119,7 +122,9 @@ class Needs:
     streamed_bytes: int
 
 
-def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: Updates = Updates.IN_BACKWARD) -> Needs:
+def needs_of(
+    plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: Updates = Updates.IN_BACKWARD, ranks: int = 1
+) -> Needs:
     """Adds up what a resolved plan needs, as [Note: Needs] says.
 
     Args:
@@ -127,11 +132,12 @@ def needs_of(plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: U
         model: The model.
         shared_memory: The device is the host's own CPU.
         updates: When updates may run: during backward, or only once all gradients are known.
+        ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
     """
     constant = Constant(model.constant_device_bytes, model.constant_host_bytes)
     staging = least_staging(model)
     return needs_of_shape(
-        plan, model.shape(), shared_memory=shared_memory, updates=updates, staging_bytes=staging, constant=constant
+        plan, model.shape(), shared_memory=shared_memory, updates=updates, staging_bytes=staging, constant=constant, ranks=ranks
     )
 
 
@@ -144,6 +150,7 @@ def needs_of_shape(
     staging_bytes: int,
     constant: Constant = NOTHING,
     buckets: Constant = NOTHING,
+    ranks: int = 1,
 ) -> Needs:
     """As :func:`needs_of`, before anything is profiled: unknown activations count as 0.
 
@@ -155,6 +162,7 @@ def needs_of_shape(
         staging_bytes: The least that the engine stages with, where something is on disk.
         constant: Memory that no plan changes.
         buckets: Memory in which ranks average gradients.
+        ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
     """
     placed = placements(plan, model, device=not shared_memory)
     slots = num_slots(model.kept_every)
@@ -169,6 +177,7 @@ def needs_of_shape(
         _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), state, buckets, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
+    host = summed(host, {Purpose.RANKS: beside_slices_bytes(plan, model, ranks)})
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
         device, host = {}, summed(device, host)

@@ -57,5 +57,10 @@ def _either(values: Iterable[StrEnum]) -> str:
     return " or ".join(repr(str(value)) for value in values)
 
 
+def nearest(plan: Plan, ranks: int) -> Plan:
+    """The plan with what several ranks can run in the place of what they cannot, for planners."""
+    return plan if ranks == 1 else RANKS.nearest(plan)
+
+
 RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE), state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
 """What several ranks run."""

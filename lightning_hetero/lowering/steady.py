@@ -26,13 +26,7 @@ def step_signatures(plan: Plan, *, updates: Updates = Updates.IN_BACKWARD) -> tu
 
 
 def steady(
-    plan: Plan,
-    model: ModelShape,
-    signatures: Sequence[StepSignature] | None = None,
-    *,
-    sizes: CacheSizes,
-    ranks: int = 1,
-    shared_memory: bool = False,
+    plan: Plan, model: ModelShape, signatures: Sequence[StepSignature] | None = None, *, sizes: CacheSizes
 ) -> tuple[Schedule, ...]:
     """Lowers the micro-batches of one optimizer step in steady state.
 
@@ -41,9 +35,6 @@ def steady(
         model: The blocks' sizes.
         signatures: The micro-batches; ``None``: those of :func:`step_signatures`.
         sizes: Memory for what comes and goes.
-        ranks: Ranks that share the model, as for :func:`lower`; ``sizes.device_cache_bytes`` is for
-            whole weights then.
-        shared_memory: The devices of several ranks are the host's own CPU.
 
     Returns:
         One schedule per micro-batch; each begins with what the one before leaves, the first with
@@ -61,7 +52,9 @@ def steady(
         for signature in signatures:
             room = None
             if sizes.device_cache_bytes is not None:
-                room = DeviceRoom(resident=held, capacity_bytes=sizes.device_cache_bytes, ranks=ranks, shared_memory=shared_memory)
+                room = DeviceRoom(
+                    resident=held, capacity_bytes=sizes.device_cache_bytes, ranks=sizes.ranks, shared_memory=sizes.shared_memory
+                )
             capacity = sizes.host_cache_bytes
             schedules.append(lower(plan, model, signature, resident=resident, capacity_bytes=capacity, device=room))
             resident, held = schedules[-1].resident_after, schedules[-1].device_after

@@ -21,6 +21,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.planners.one_rank import one_rank
 
 
 def resident(model: ModelShape) -> Plan:
@@ -141,15 +143,18 @@ def check_machine(planner: str, machine: str, *, shared_memory: bool) -> None:
         )
 
 
-def variants(name: str, model: ModelShape, *, shared_memory: bool) -> tuple[Plan, ...]:
+def variants(name: str, model: ModelShape, hardware: HardwareProfile) -> tuple[Plan, ...]:
     """A baseline's plans before they are evaluated, the one that a user would try first first.
+
+    Where the device is the host's own CPU, nothing is recomputed or swapped. Several ranks have
+    what they can run in the place of what they cannot (``RankRules.nearest``).
 
     Args:
         name: A name in :data:`BASELINES`.
         model: The blocks.
-        shared_memory: The device is the host's own CPU: nothing is recomputed or swapped there.
+        hardware: The machine, or one rank's share of it.
     """
-    return _VARIANTS[name](model, shared_memory)
+    return tuple(nearest(plan, hardware.ranks) for plan in _VARIANTS[name](model, hardware.shared_memory))
 
 
 def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updates: Updates = Updates.IN_BACKWARD) -> Plan:
@@ -171,7 +176,8 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updat
     from lightning_hetero.planners.evaluation import evaluated  # brings the simulator, which the plans alone do not need
 
     check_machine(baseline, hardware.name, shared_memory=hardware.shared_memory)
-    *earlier, last = variants(baseline, model.shape(), shared_memory=hardware.shared_memory)
+    model, hardware = one_rank(model, hardware)
+    *earlier, last = variants(baseline, model.shape(), hardware)
     found = None
     for variant in earlier:
         with suppress(PlanError):

@@ -84,7 +84,7 @@ def _lowered(
     plan: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates
 ) -> tuple[Plan, CacheSizes, tuple[Schedule, ...]]:
     """The resolved plan, the memory that it leaves, and the schedules of one step."""
-    plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
+    plan = fitted(plan, model.shape(), device=hardware.copies_weights)
     space = cache_sizes(plan, model, hardware, updates=updates)
     return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
 
@@ -105,7 +105,7 @@ def evaluated(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, upd
     """
     predicted = simulation(plan, model, hardware, updates=updates, prove=True).prediction
     _check_peaks(plan, predicted, hardware)
-    return replace(fitted(plan, model.shape(), device=not hardware.shared_memory), predicted=predicted)
+    return replace(fitted(plan, model.shape(), device=hardware.copies_weights), predicted=predicted)
 
 
 def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:

@@ -42,7 +42,7 @@ def forward_only(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
         PlanError: A tier is too small for the plan.
         ConfigError: The plan does not fit the model.
     """
-    plan = fitted(plan, model.shape(), device=not hardware.shared_memory)
+    plan = fitted(plan, model.shape(), device=hardware.copies_weights)
     space = cache_sizes(plan, model, hardware)
     signature = StepSignature(order=tuple(range(len(plan.blocks))), training=False)
     schedules = steady(plan, model.shape(), [signature], sizes=space)

@@ -100,7 +100,7 @@ class FitPlanning:
 
     def next_best(self, plan: Plan, machine: HardwareProfile) -> Plan | None:
         """The fastest built-in plan that could run instead, predicted; ``None``: none could."""
-        shape, device = self.model.shape(), not machine.shared_memory
+        shape, device = self.model.shape(), machine.copies_weights
         found = []
         for make in BUILTIN_PLANS.values():
             other = fitted(make(shape), shape, device=device)
@@ -139,7 +139,7 @@ class FitPlanning:
 
     def iteration_s(self, plan: Plan, machine: HardwareProfile) -> float:
         """Predicted seconds of a step under a plan."""
-        plan = fitted(plan, self.model.shape(), device=not machine.shared_memory)
+        plan = fitted(plan, self.model.shape(), device=machine.copies_weights)
         return self._prediction(plan, machine).iteration_s
 
     def machine(self, hardware: HardwareProfile, *, short_bytes: int = 0) -> HardwareProfile:
@@ -202,7 +202,7 @@ class FitPlanning:
         is_plain = self.micro_batches == 1 and not (rules.deferred or rules.speculates or rules.accumulates)
         if plan.predicted is not None and is_plain:
             return plan
-        plan = fitted(plan, self.model.shape(), device=not machine.shared_memory)
+        plan = fitted(plan, self.model.shape(), device=machine.copies_weights)
         return replace(plan, predicted=self._prediction(plan, machine))
 
     def _prediction(self, plan: Plan, machine: HardwareProfile) -> Prediction:

@@ -284,7 +284,7 @@ class _Benchmarks:
         machine, when = self.machine, _now()
         no_copies = "nothing is copied: the device is the host"
         no_disk = without_disk or "none"
-        source = {"disk_duplex": no_disk, "collective_bytes_per_s": "one device"}
+        source = {"disk_duplex": no_disk, "collective_bytes_per_s": "one device", "meeting_s": "one device"}
 
         def rate(key: str, load: str, otherwise: str = "") -> float:
             if load not in self.how:

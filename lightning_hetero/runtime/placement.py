@@ -27,7 +27,7 @@ from lightning_hetero.lowering.cache_sizes import device_rows, divided
 from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
-from lightning_hetero.lowering.rank_needs import beside_slices_bytes, whole_bytes
+from lightning_hetero.lowering.rank_needs import whole_bytes
 from lightning_hetero.lowering.rank_rules import RANKS
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
@@ -364,12 +364,11 @@ class Placer:
         shared = self.device_memory is None
         measured = 0 if self._profile is None else self._profile.constant_device_bytes
         on_device = max(measured, self._scale_bytes)
-        apart = beside_slices_bytes(plan, self.model, self._ranks)
-        constant = Constant(host_bytes=self._scale_bytes + apart) if shared else Constant(device_bytes=on_device)
+        constant = Constant(host_bytes=self._scale_bytes) if shared else Constant(device_bytes=on_device)
         return needs_of_shape(
             plan, self.model, shared_memory=shared, constant=constant,
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
-            updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets,
+            updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets, ranks=self._ranks,
         )  # fmt: skip
 
     def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:

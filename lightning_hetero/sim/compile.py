@@ -82,14 +82,13 @@ def _spare_bytes(schedule: Schedule, plan: Plan, model: ModelProfile) -> int:
 class _Compiler:
     def __init__(self, schedules: Sequence[Schedule], plan: Plan, model: ModelProfile, rates: Rates, staging_bytes: int) -> None:
         self._schedules, self._plan, self._model = schedules, plan, model
-        self._shared, self._world_size = rates.hardware.shared_memory, rates.hardware.world_size
-        self._duplex = rates.hardware.disk_duplex
+        self._hardware, self._shared, self._duplex = rates.hardware, rates.hardware.shared_memory, rates.hardware.disk_duplex
         buffer_bytes = _CHUNK_PARAMS * (model.compute_itemsize + model.state_itemsize)
         self._program = Program(buffer_bytes=buffer_bytes, chooses_d2h=plan.priority)
         ranks = schedules[-1].ranks
-        if ranks not in (1, self._world_size):
+        if ranks not in (1, self._hardware.ranks):
             raise ConfigError(
-                f"a schedule for {ranks} ranks on machine {rates.hardware.name!r} with world_size={self._world_size}; both have to "
+                f"a schedule for {ranks} ranks on machine {self._hardware.name!r} with ranks={self._hardware.ranks}; both have to "
                 f"be the same."
             )
         deferred = self._shared and ranks == 1 and schedules[-1].signature.updates not in (Updates.NONE, Updates.IN_BACKWARD)
@@ -230,7 +229,7 @@ class _Compiler:
 
     def _whole(self, op: Op, arrival: int | None, after: list[int]) -> int:
         """An op that is one job."""
-        amount = amount_of(op, self._plan, self._model, shared_memory=self._shared, world_size=self._world_size)
+        amount = amount_of(op, self._plan, self._model, self._hardware)
         job = self._job(op, Server.INSTANT) if amount is None else self._transfer(op, amount)
         job.starts, job.ends = self._memory.op(op)
         if op.lane is Lane.COMPUTE and amount is not None:

@@ -257,7 +257,7 @@ def test_every_upload_has_the_predicted_rate() -> None:
     rates = Rates(emulated(replace(HARDWARE, shared_memory=True, host_dram_bytes_per_s=1e12), device))
     model = profile(got.model)
     for op, num_bytes, seconds in found:
-        amount = amount_of(replace(op, num_bytes=num_bytes), got.plan, model, shared_memory=False)  # an op counts padding too
+        amount = amount_of(replace(op, num_bytes=num_bytes), got.plan, model, rates.hardware)  # an op counts padding too
         assert amount is not None
         assert amount.alone_s(rates) == pytest.approx(num_bytes / 4e9)
         assert seconds == pytest.approx(amount.alone_s(rates)), op

@@ -198,11 +198,11 @@ def _compute_s(case: Case) -> float:
 
 def _bounds_s(case: Case) -> dict[str, float]:
     """Seconds that each link needs for a step's bytes, at least."""
-    rates, shared = Rates(case.hardware), case.hardware.shared_memory
+    rates = Rates(case.hardware)
     need: dict[str, float] = {}
     for schedule in case.schedules:
         for op in schedule.ops:
-            amount = amount_of(op, case.plan, case.model, shared_memory=shared, world_size=case.hardware.world_size)
+            amount = amount_of(op, case.plan, case.model, case.hardware)
             if amount is None:
                 continue
             demand = rates.demand(amount.work)

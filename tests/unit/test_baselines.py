@@ -144,8 +144,8 @@ def test_if_the_device_is_the_host_nothing_can_be_recomputed() -> None:
 def test_variants_are_resolved_plans_of_the_baseline() -> None:
     names = [b.name for b in MODEL.blocks]
     for name in BASELINES:
-        for shared in (False, True):
-            for plan in variants(name, MODEL.shape(), shared_memory=shared):
+        for machine in (CPU, replace(CPU, shared_memory=False), replace(CPU, ranks=2)):
+            for plan in variants(name, MODEL.shape(), machine):
                 assert plan.name == name
                 assert plan.resolve(names) == plan
 

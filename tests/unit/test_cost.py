@@ -61,10 +61,10 @@ def test_a_cpu_update_moves_28_bytes_a_parameter() -> None:
 
 def test_updates_on_a_device_that_is_the_host_run_at_the_speed_of_its_kernels() -> None:
     shared = Rates(replace(MACHINE, shared_memory=True))
-    amount = amount_of(_op(OpKind.UPDATE, Lane.COMPUTE), _plan(), _model(4), shared_memory=True)
+    amount = amount_of(_op(OpKind.UPDATE, Lane.COMPUTE), _plan(), _model(4), replace(MACHINE, shared_memory=True))
     assert amount is not None
     assert amount.alone_s(shared) == 8 / 5.0
-    own = amount_of(_op(OpKind.UPDATE, Lane.COMPUTE), _plan(), _model(4), shared_memory=False)
+    own = amount_of(_op(OpKind.UPDATE, Lane.COMPUTE), _plan(), _model(4), MACHINE)
     assert own is not None
     assert own.alone_s(Rates(MACHINE)) == 8 / 50.0
 
@@ -120,7 +120,7 @@ def _plan(weights: Tier = Tier.DISK, state: Tier = Tier.DISK) -> Plan:
 def test_an_update_writes_arrays_on_disk(weights: Tier, state: Tier, itemsize: int, expected: int) -> None:
     plan, model = _plan(weights, state), _model(itemsize)
     assert stored_bytes(BLOCK, plan.blocks[0], model) == expected
-    amount = amount_of(_op(OpKind.STORE, Lane.DISK_WRITE, num_bytes=1), plan, model, shared_memory=False)
+    amount = amount_of(_op(OpKind.STORE, Lane.DISK_WRITE, num_bytes=1), plan, model, MACHINE)
     assert amount is not None
     assert (amount.work, amount.units) == (Work.DISK_WRITE, expected)
 
@@ -129,7 +129,7 @@ def test_transfers_are_as_much_work_as_they_move_and_the_rest_is_free() -> None:
     plan, model = _plan(), _model(4)
 
     def work(kind: OpKind, lane: Lane) -> tuple[Work, float] | None:
-        amount = amount_of(_op(kind, lane, num_bytes=30), plan, model, shared_memory=False)
+        amount = amount_of(_op(kind, lane, num_bytes=30), plan, model, MACHINE)
         return None if amount is None else (amount.work, amount.units)
 
     assert work(OpKind.FETCH, Lane.DISK_READ) == (Work.DISK_READ, 30)
@@ -140,13 +140,13 @@ def test_transfers_are_as_much_work_as_they_move_and_the_rest_is_free() -> None:
     assert work(OpKind.UPDATE, Lane.CPU) == (Work.CPU_UPDATE, 8 * 28)
     assert work(OpKind.RELEASE, Lane.H2D) is None
     commit = _op(OpKind.COMMIT, Lane.DISK_WRITE, block=NO_BLOCK)
-    assert amount_of(commit, plan, model, shared_memory=False) is None
+    assert amount_of(commit, plan, model, MACHINE) is None
 
 
 def test_weights_go_up_at_the_link_s_rate_wherever_they_live() -> None:
     upload = _op(OpKind.UPLOAD, Lane.H2D, num_bytes=30)
     for weights in (Tier.DISK, Tier.HOST):
-        amount = amount_of(upload, _plan(weights), _model(4), shared_memory=False)
+        amount = amount_of(upload, _plan(weights), _model(4), MACHINE)
         assert amount is not None
         assert amount.alone_s(Rates(MACHINE)) == pytest.approx(1.5)
 
@@ -154,7 +154,7 @@ def test_weights_go_up_at_the_link_s_rate_wherever_they_live() -> None:
 @pytest.mark.parametrize(("world_size", "sent"), [(1, 0.0), (2, 15.0), (3, 20.0)])
 def test_in_a_collective_a_device_sends_all_but_its_own_share(world_size: int, sent: float) -> None:
     reduce = _op(OpKind.REDUCE, Lane.NET, num_bytes=30)
-    amount = amount_of(reduce, _plan(), _model(4), shared_memory=False, world_size=world_size)
+    amount = amount_of(reduce, _plan(), _model(4), replace(MACHINE, world_size=world_size))
     assert amount is not None
     assert (amount.work, amount.num_bytes) == (Work.COLLECTIVE, 30)
     assert amount.units == pytest.approx(sent)

@@ -15,7 +15,7 @@ from lightning_hetero.planners import deep_optimizer_states
 from lightning_hetero.planners.deep_optimizer_states.formulas import (
     UpdateRates,
     lanes,
-    one_rank,
+    share_of_updates,
     strides,
     update_rates,
     update_ratio,
@@ -254,7 +254,7 @@ def test_no_stride_and_no_updates_without_one_are_faster_by_simulation(changes: 
     model, hardware = _model(8, itemsize=itemsize), _hardware(**changes)
     plan = deep_optimizer_states.plan(model, hardware)
     assert plan.predicted is not None
-    rank, machine = one_rank(model, hardware)
+    rank, machine = share_of_updates(model, hardware)
     every = _by_stride(rank, machine, plan.blocks[1].saved)
     assert plan.predicted.iteration_s == pytest.approx(min(every.values()))
     assert plan.predicted == evaluated(plan, rank, machine).predicted

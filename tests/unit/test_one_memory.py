@@ -32,7 +32,7 @@ def machine_of(both: int) -> HardwareProfile:
 def least_of(name: str) -> int:
     """The least memory that a baseline's first plan runs in, to a megabyte."""
     low, high = 0, 8000
-    plan = variants(name, MODEL.shape(), shared_memory=False)[0]
+    plan = variants(name, MODEL.shape(), ONE)[0]
     while high - low > 1:
         middle = (low + high) // 2
         try:

@@ -267,7 +267,8 @@ def _figures() -> list[str]:
     return [
         f.name
         for f in fields(HardwareProfile)
-        if f.name not in ("name", "world_size", "shared_memory", "unified_memory", "contention", "source")
+        if f.name
+        not in ("name", "world_size", "ranks", "shared_memory", "unified_memory", "gathers_in_place", "contention", "source")
     ]
 
 

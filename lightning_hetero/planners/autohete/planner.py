@@ -16,9 +16,11 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes, fitted
+from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners.autohete.formulas import Costs, Counts, costs, device_bytes, host_bytes, iteration_s
 from lightning_hetero.planners.autohete.search import DEEPEST, METHODS, prefetch_depth, relieved
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
+from lightning_hetero.planners.one_rank import one_rank
 from lightning_hetero.units import format_bytes
 
 Method = Literal["exact", "milp"]
@@ -60,6 +62,7 @@ def plan(
     """
     if method not in METHODS:
         raise ConfigError(f"method={method!r}; allowed: {list(METHODS)}.")
+    model, hardware = one_rank(model, hardware)
     k = costs(model, hardware)
     if k.least_offloaded > k.most_offloaded:
         raise PlanError(
@@ -69,7 +72,8 @@ def plan(
             f"Measure or give the rates that are 0: an update on the device, or one on the CPU and the links to it."
         )
     if hardware.shared_memory:
-        return evaluated(_emit(model, k, _in_place(k), priority=priority), model, hardware, updates=updates)
+        in_place = nearest(_emit(model, k, _in_place(k), priority=priority), hardware.ranks)
+        return evaluated(in_place, model, hardware, updates=updates)
     refusal = first_refusal = optimum = None
     for slots in (2, 1):  # with prefetches, or without if they do not fit
         tight = k
@@ -79,7 +83,7 @@ def plan(
                 break
             optimum = optimum or _emit(model, k, counts, priority=priority)
             counts = relieved(tight, counts)
-            emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=not hardware.shared_memory)
+            emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=hardware.copies_weights)
             try:
                 _check_slots(emitted, slots, model, hardware)
                 return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)

@@ -83,7 +83,7 @@ def strides(k: float) -> tuple[int | None, ...]:
     return tuple(sorted(s for s in whole | {w + 1 for w in whole} if s >= 1))
 
 
-def one_rank(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
+def share_of_updates(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
     """The model and machine of one rank: its share of updates and of the host, its own device."""
     world = hardware.world_size
     if world == 1:

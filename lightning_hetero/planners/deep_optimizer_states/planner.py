@@ -21,8 +21,9 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Saved
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.planners.deep_optimizer_states.formulas import one_rank, strides, update_rates, update_ratio
+from lightning_hetero.planners.deep_optimizer_states.formulas import share_of_updates, strides, update_rates, update_ratio
 from lightning_hetero.planners.deep_optimizer_states.search import candidates, with_most_residents
+from lightning_hetero.planners.one_rank import one_rank
 
 
 def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = Updates.IN_BACKWARD) -> Plan:
@@ -31,8 +32,8 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
     Activations stay on the device if they fit, else they are recomputed. ``decisions`` are ``k``,
     ``stride`` (``None``: no subgroup visits the device), ``static_residents`` and
     ``paper_strides``, those that eq. 1 names; ``k`` is ``None`` where it is infinite. Formula and
-    simulation are those of one rank (:func:`one_rank`). Where the device is the host's own CPU,
-    state has but one place: nothing is a static resident there, and the stride only says which
+    simulation are those of one rank (:func:`share_of_updates`). Where the device is the host's own
+    CPU, state has but one place: nothing is a static resident there, and the stride only says which
     updates the compute lane runs.
 
     Args:
@@ -44,7 +45,7 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
         PlanError: Weights, gradients and activations do not fit the device, or the state does not
             fit the host.
     """
-    model, hardware = one_rank(model, hardware)
+    model, hardware = share_of_updates(*one_rank(model, hardware))
     refusals: list[PlanError] = []
     for saved in (Saved.KEEP,) if hardware.shared_memory else (Saved.KEEP, Saved.RECOMPUTE):
         best: Plan | None = None

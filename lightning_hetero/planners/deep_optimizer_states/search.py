@@ -17,6 +17,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes
+from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners.deep_optimizer_states.formulas import lanes, strides, update_rates, update_ratio, update_s
 from lightning_hetero.planners.evaluation import evaluated
 
@@ -106,7 +107,7 @@ def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, 
     states = iter(zip(tiers, placed, strict=True))
     rows = tuple(_rows(model, states, saved))
     compute_s = sum(b.forward_s + backward_s(b, row) for b, row in zip(model.blocks, rows, strict=True))
-    return Plan(
+    plan = Plan(
         name="deep_optimizer_states",
         blocks=rows,
         update_order=UpdateOrder.AFTER_BACKWARD,  # an update phase follows backward (section 3)
@@ -119,6 +120,7 @@ def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, 
             "static_residents": static_residents,
         },
     )
+    return nearest(plan, hardware.ranks)
 
 
 def _rows(model: ModelProfile, states: Iterator[tuple[Tier, UpdateLane]], saved: Saved) -> Iterator[BlockPlan]:

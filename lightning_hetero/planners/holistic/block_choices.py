@@ -11,6 +11,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.lowering.needs import DEVICE_STATES
+from lightning_hetero.lowering.rank_rules import RANKS
 from lightning_hetero.planners.holistic.bounds import Vector, unit_s, uses
 from lightning_hetero.planners.holistic.segments import BlockRun
 
@@ -42,6 +43,7 @@ _ONE_MEMORY: tuple[Placed, ...] = (
     (_K, _H, UpdateLane.CPU),
     (_K, _K, UpdateLane.CPU),
 )
+_OF_RANKS = tuple(p for p in _OWN_MEMORY if RANKS.allows(BlockPlan(name="", weights=p[0], state=p[1], update=p[2])))
 
 
 def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, ...]:
@@ -55,15 +57,16 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
     def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
         if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
             return False
-        if block.pinned and weights is not _D and (weights is _K or not shared):  # see fitted
+        if block.pinned and weights is not _D and (weights is _K or hardware.copies_weights):  # see fitted
             return False
         if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
             return False
         if not trained:  # without state only the tier of the weights differs
-            return (weights, state, update) in _UNTRAINED
+            return (weights, state, update) in _UNTRAINED if hardware.ranks == 1 else (state, update) == (_H, UpdateLane.CPU)
         return (Work.CPU_UPDATE if update is UpdateLane.CPU else Work.DEVICE_UPDATE) in able
 
-    return tuple(p for p in (_ONE_MEMORY if shared else _OWN_MEMORY) if allowed(*p))
+    offered = _OF_RANKS if hardware.ranks > 1 else _ONE_MEMORY if shared else _OWN_MEMORY
+    return tuple(p for p in offered if allowed(*p))
 
 
 def policies(hardware: HardwareProfile, block: BlockProfile | None = None) -> tuple[Saved, ...]:
@@ -152,7 +155,7 @@ def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, 
         choice=placed,
         taken=count * uses(block, rule, model, hardware, m),
         moving_bytes=moves * min(count, DEVICE_STATES) * model.state_bytes(block),
-        passing_bytes=weights_bytes * (not shared and weights is not Tier.DEVICE),
+        passing_bytes=hardware.ranks * weights_bytes * (not shared and weights is not Tier.DEVICE),
         waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
         fetched_bytes=weights_bytes * (weights is Tier.DISK),
     )

@@ -78,6 +78,9 @@ class Quantity(IntEnum):
     HOST_SAVED = 18
     DISK_HELD = 19
     FORWARD_S = 20  # seconds of one forward
+    RENEWED = 21  # new weights of which ranks gather the slices
+    GATHERED = 22  # whole weights of which a rank keeps a slice, per pass
+    REDUCED = 23  # gradients of all ranks, once per micro-batch
 
 
 class SpareMemory(IntEnum):
@@ -87,6 +90,7 @@ class SpareMemory(IntEnum):
     PASSED_DEVICE = 1
     PASSED_DISK = 2  # host memory for weights that live on disk
     WAITING = 3  # host memory for gradients that wait for their update as forward begins
+    GATHERED = 4  # host memory for whole weights of which a rank keeps a slice
 
 
 def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: HardwareProfile, micro_batches: int = 1) -> Vector:
@@ -99,7 +103,8 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         hardware: The machine.
         micro_batches: Forwards and backwards of one step.
     """
-    weights, gradients = model.weight_bytes(block), model.gradient_bytes(block)
+    weights, gradients, ranks = model.weight_bytes(block), model.gradient_bytes(block), hardware.ranks
+    whole, sent = ranks * weights, ranks * weights * (ranks > 1 and not hardware.gathers_in_place)
     params, state = block.num_trainable_params, model.state_bytes(block)
     alone = not hardware.shared_memory
     on_cpu = params > 0 and placed.update is UpdateLane.CPU
@@ -113,10 +118,10 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
         Quantity.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
         Quantity.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
-        Quantity.FRESH: (alone and on_cpu) * weights,
-        Quantity.PASSED_CPU: (below and on_cpu) * weights,
-        Quantity.PASSED_DEVICE: (below and not on_cpu) * weights,
-        Quantity.GRADIENTS: (alone and on_cpu) * gradients,
+        Quantity.FRESH: (alone and on_cpu) * whole,
+        Quantity.PASSED_CPU: (below and on_cpu) * whole,
+        Quantity.PASSED_DEVICE: (below and not on_cpu) * whole,
+        Quantity.GRADIENTS: (alone and on_cpu) * ranks * gradients,
         Quantity.STATE_UP: moves * state,
         Quantity.STATE_DOWN: moves * state + returns * weights,
         Quantity.SWAPPED: saved.to_host + saved.to_disk,
@@ -124,13 +129,16 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.STATE_READ: read * state,
         Quantity.STORED: stored_bytes(block, placed, model) if params else 0,
         Quantity.PASSED_DISK: on_disk * weights,
-        Quantity.DEVICE_HELD: (placed.weights is Tier.DEVICE) * weights + (placed.state is Tier.DEVICE) * state,
+        Quantity.DEVICE_HELD: (placed.weights is Tier.DEVICE) * whole + (placed.state is Tier.DEVICE) * state,
         Quantity.DEVICE_SAVED: saved.kept,
-        Quantity.DEVICE_GRADIENTS: on_device * gradients,
+        Quantity.DEVICE_GRADIENTS: on_device * ranks * gradients,
         Quantity.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
         Quantity.HOST_SAVED: saved.to_host,
         Quantity.DISK_HELD: on_disk * (2 if params else 1) * (weights - block.in_place_bytes) + 2 * read * state + saved.to_disk,
         Quantity.FORWARD_S: block.forward_s,
+        Quantity.RENEWED: (params > 0) * sent,
+        Quantity.GATHERED: (params > 0 and placed.weights is not Tier.DEVICE) * sent,
+        Quantity.REDUCED: (params > 0 and ranks > 1) * ranks * gradients,
     }
     return np.fromiter(taken.values(), np.float64, len(Quantity))
 
@@ -175,6 +183,7 @@ SPARE_FOR = {
     Quantity.PASSED_CPU: SpareMemory.PASSED_CPU,
     Quantity.PASSED_DEVICE: SpareMemory.PASSED_DEVICE,
     Quantity.PASSED_DISK: SpareMemory.PASSED_DISK,
+    Quantity.GATHERED: SpareMemory.GATHERED,
 }
 LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
     "h2d": (
@@ -193,6 +202,7 @@ LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
         {_For.UPDATE: (Quantity.STATE_READ,), _For.PASS: (Quantity.PASSED_DISK,), _For.SWAP: (Quantity.SWAPPED_DISK,)},
     ),
     "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Quantity.SWAPPED_DISK,), _For.REST: (Quantity.STORED,)}),
+    "net": (Work.COLLECTIVE, {_For.UPDATE: (Quantity.RENEWED, Quantity.REDUCED), _For.PASS: (Quantity.GATHERED,)}),
 }
 _WORKS = {lane: (work,) for lane, (work, _) in LANES.items()} | {"disk": (Work.DISK_READ, Work.DISK_WRITE)}
 
@@ -204,9 +214,11 @@ def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
     dram: dict[_For, _Seconds] = {kind: {} for kind in _For}
     for lane, (work, table) in LANES.items():
         seconds = unit_s(rates, work)
+        if work is Work.COLLECTIVE:  # of a ring
+            seconds *= 1 - 1 / hardware.ranks
         result[lane] = {kind: dict.fromkeys(table.get(kind, ()), seconds) for kind in _For}
         for kind, members in table.items():
-            for use in members:
+            for use in members if work is not Work.COLLECTIVE else ():
                 dram[kind][use] = dram[kind].get(use, 0.0) + 1 / hardware.host_dram_bytes_per_s
     if not hardware.disk_duplex:
         read, write = result["disk_read"], result["disk_write"]
@@ -281,7 +293,7 @@ def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Upd
     yield BoundRow(resource=name, late=late, early=early, constant_s=-ahead_s)
     if work:
         yield BoundRow(resource=name, late=late, early=early, here=work, constant_s=-ahead_s)
-    after: _Seconds = {use: seconds for use, seconds in work.items() if use is not Quantity.GRADIENTS}
+    after: _Seconds = {use: seconds for use, seconds in work.items() if use not in _PER_BACKWARD}
     if after and updates is Updates.AFTER_VERDICT:
         early = _total({Quantity.FORWARD_S: -1.0}, after)
         yield BoundRow(resource=name, always=late, early=early, constant_s=-ahead_s)
@@ -291,11 +303,14 @@ def _updates(name: str, work: _Seconds, m: int, staging_bytes: int, updates: Upd
 def _whole(name: str, kinds: Mapping[_For, _Seconds], m: int) -> BoundRow:
     """All that passes a resource in a step."""
     # A pass whose weights the CPU has just made is not spared by a cache: FRESH counts it.
-    passes = {use: seconds * (2 * m - (use is Quantity.PASSED_CPU)) for use, seconds in kinds[_For.PASS].items()}
+    passes = {use: seconds * (2 * m - (use in _RENEWED)) for use, seconds in kinds[_For.PASS].items()}
     always = _total(kinds[_For.UPDATE], kinds[_For.REST], _times(m, kinds[_For.SWAP]), passes)
-    if Quantity.GRADIENTS in always:
-        always[Quantity.GRADIENTS] *= m
+    always |= {use: always[use] * m for use in _PER_BACKWARD if use in always}
     return BoundRow(resource=name, always=always, rooms=_cached(passes), whole=True)
+
+
+_RENEWED = (Quantity.PASSED_CPU, Quantity.GATHERED)
+_PER_BACKWARD = (Quantity.GRADIENTS, Quantity.REDUCED)
 
 
 def _cached(passes: Mapping[Quantity, float]) -> dict[SpareMemory, float]:
@@ -311,8 +326,8 @@ def _phases(traffic: Mapping[str, Mapping[_For, _Seconds]], model: ModelProfile,
         passes = _times(2 * m - 1, kinds[_For.PASS])
         if passes:
             cached = _cached(passes)
-            if SpareMemory.PASSED_CPU in cached:  # the first forward's pass is never spared
-                cached[SpareMemory.PASSED_CPU] *= (2 * m - 2) / (2 * m - 1)
+            for room in {SpareMemory.PASSED_CPU, SpareMemory.GATHERED} & cached.keys():  # the first forward's pass is never spared
+                cached[room] *= (2 * m - 2) / (2 * m - 1)
             first.append(BoundRow(resource=name, always=passes, rooms=cached))
         if name != "dram":
             second.append(_after_forward(name, kinds, model, staging_bytes))

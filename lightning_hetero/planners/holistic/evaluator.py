@@ -122,7 +122,7 @@ class Evaluator:
         return self._known[key]
 
     def _fitted(self, plan: Plan) -> Plan:
-        return fitted(plan, self.model.shape(), device=not self.hardware.shared_memory)
+        return fitted(plan, self.model.shape(), device=self.hardware.copies_weights)
 
     def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:

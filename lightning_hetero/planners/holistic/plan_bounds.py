@@ -64,6 +64,7 @@ class PlanBounds:
         for room, use in ((SpareMemory.PASSED_CPU, Quantity.PASSED_CPU), (SpareMemory.PASSED_DEVICE, Quantity.PASSED_DEVICE)):
             left[:, room] = np.minimum(device, total[:, use])
         host = np.maximum(0.0, h.host_memory_bytes - total[:, Quantity.HOST_HELD])
+        left[:, SpareMemory.GATHERED] = np.minimum(host, total[:, Quantity.GATHERED])
         left[:, SpareMemory.PASSED_DISK] = np.minimum(host, total[:, Quantity.PASSED_DISK])
         left[:, SpareMemory.WAITING] = h.host_memory_bytes if priority else 0.0  # else: none wait
         return self._relaxation.matrices.largest(taken, left)

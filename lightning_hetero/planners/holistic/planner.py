@@ -36,6 +36,7 @@ from lightning_hetero.planners.holistic.remedies import SearchRequest, check_rat
 from lightning_hetero.planners.holistic.search import Search
 from lightning_hetero.planners.holistic.solvers import load_solver
 from lightning_hetero.planners.micro_batches import split
+from lightning_hetero.planners.one_rank import one_rank
 
 OTHERS = ("autohete", "deep_optimizer_states", "protrain", "lohan")
 _WITHOUT_DISK = ("autohete", "deep_optimizer_states", "protrain")  # all in memory
@@ -88,6 +89,7 @@ def plan(
             remedy.
         ConfigError: A split that is not positive, or none that this machine runs.
     """
+    model, hardware = one_rank(model, hardware)
     check_rates(model, hardware)
     load_solver()
     deadline_s = now_s() + seconds
@@ -169,7 +171,7 @@ class _Joint:
 
     def _baseline(self, name: str) -> None:
         """Evaluates the plans of a baseline."""
-        for variant in variants(name, self.evaluator.model.shape(), shared_memory=self.evaluator.hardware.shared_memory):
+        for variant in variants(name, self.evaluator.model.shape(), self.evaluator.hardware):
             self.evaluator.seconds(replace(variant, micro_batches=self.parts), always=True)
 
     def _other(self, name: str) -> None:
@@ -180,7 +182,7 @@ class _Joint:
         planner: Callable[..., Plan] = importlib.import_module(f"lightning_hetero.planners.{name}").plan
         with suppress(PlanError):
             found = planner(evaluator.model, evaluator.hardware, updates=evaluator.updates)
-            if self.parts == 1 and evaluator.hardware.world_size == 1:  # else for one rank
+            if self.parts == 1:
                 evaluator.admit(found, proved=True)
             else:
                 evaluator.seconds(replace(found, micro_batches=self.parts), always=True)
@@ -200,7 +202,7 @@ class _Joint:
         # LoHan places weights and state as disk does, and whatever becomes of activations takes
         # longer than keeping them.
         plan = replace(disk(shape), priority=False, micro_batches=self.parts)
-        return self.plan_bounds.seconds(fitted(plan, shape, device=not h.shared_memory))
+        return self.plan_bounds.seconds(fitted(plan, shape, device=h.copies_weights))
 
     def described(self, best: Plan) -> Plan:
         """The best plan, proved and with its decisions."""

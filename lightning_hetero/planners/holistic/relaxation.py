@@ -33,7 +33,7 @@ from lightning_hetero.planners.holistic.segments import arranged, places, segmen
 from lightning_hetero.planners.holistic.solvers import Programme, UnsolvedError, minimum
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
-STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap")
+STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap", "net")
 
 _EASE = 3e-3  # weight of a second of transfers or CPU updates: among equal starts the one that moves least
 _HINT = 1e-6  # GB that a step shorter by its compute is worth where memory is what counts
@@ -205,7 +205,7 @@ class Relaxation:
             self._variables(self._taken[Quantity.DEVICE_SAVED] / GB),
             self._variables(self._taken[Quantity.SWAPPED] / GB),
         )
-        below = host + self._rooms_of(SpareMemory.PASSED_DISK) + self._extras_of(_Extra.STAGING)
+        below = host + self._rooms_of(SpareMemory.PASSED_DISK, SpareMemory.GATHERED) + self._extras_of(_Extra.STAGING)
         above = device + self._rooms_of(SpareMemory.PASSED_CPU, SpareMemory.PASSED_DEVICE)
         after_backward = above + self._extras_of(_Extra.MOVING)
         if practice.depth:  # else state may take the place of activations
@@ -217,7 +217,7 @@ class Relaxation:
         }
         if h.shared_memory:
             room = {Tier.HOST: room[Tier.HOST] - m.constant_device_bytes}
-            above = below = device + host + self._rooms_of(SpareMemory.PASSED_DISK) + self._extras_of(_Extra.STAGING)
+            above = below = below + device
         top = Tier.HOST if h.shared_memory else Tier.DEVICE
         for place, segment in enumerate(self.segments):
             block = segment.least
@@ -260,6 +260,8 @@ class Relaxation:
                     yield min(slots, len(segment)) * self._variables(mine) - room, 0.0
         for use, place in SPARE_FOR.items():
             yield self._rooms_of(place) - self._uses(use), 0.0
+        if practice.depth:  # a plan has whole weights of a few blocks, or keeps them whole
+            yield self._rooms_of(SpareMemory.GATHERED), 0.0
         if self.micro_batches > 1:
             yield self._variables(waiting) - self._rooms_of(SpareMemory.WAITING), 0.0
 

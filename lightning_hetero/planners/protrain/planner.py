@@ -16,7 +16,9 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
+from lightning_hetero.planners.one_rank import all_ranks, one_rank
 from lightning_hetero.planners.protrain import formulas
 from lightning_hetero.planners.protrain.search import search
 from lightning_hetero.planners.protrain.search_space import Configuration, Space
@@ -49,13 +51,14 @@ def plan(
         ConfigError: Several devices and no rate for collectives, or a fragmentation factor below 1.
         PlanError: No configuration fits; ProTrain has no disk tier.
     """
-    space = space_of(model, hardware, fragmentation=fragmentation, chunk_interval=chunk_interval, chunk_span=chunk_span)
+    model, hardware = one_rank(model, hardware)
+    space = space_of(*all_ranks(model, hardware), fragmentation=fragmentation, chunk_interval=chunk_interval, chunk_span=chunk_span)
     refusal = first_refusal = optimum = None
     for _ in range(_EVALUATIONS):
         config = search(space)
         if config is None:
             break
-        emitted = emit(space, config)
+        emitted = nearest(emit(space, config), hardware.ranks)
         optimum = optimum or emitted
         try:
             return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)

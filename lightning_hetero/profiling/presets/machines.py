@@ -20,6 +20,7 @@ from lightning_hetero.profiling.presets.hosts import host as host_named
 from lightning_hetero.units import GIB, format_bytes, parse_bytes
 
 _NONE = Figure(0.0, "none")
+_MEETING = Figure(50e-6, "50 us (assumed)")  # of a few numbers, by processes of one host
 _WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes")
 
 
@@ -77,6 +78,7 @@ def _figures(chosen: Device, *, memory: int, disk: str | None, count: int, host:
         "device_update_params_per_s": chosen.update_params_per_s,
         "cpu_downcast_params_per_s": cpu.downcast_params_per_s,
         "collective_bytes_per_s": _collective(chosen, copies, count),
+        "meeting_s": _NONE if count == 1 else _MEETING,
     }
 
 

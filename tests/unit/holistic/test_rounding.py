@@ -32,7 +32,7 @@ def _shares(relaxation: Relaxation, share: float) -> Relaxed:
                 wanted = {DEVICE: share, CPU: 1 - share, Saved.KEEP: 1.0}
                 mine.setdefault(column.what, {})[column.choice] = wanted.get(column.choice, 0.0)
         shares.append(mine)
-    busy = dict.fromkeys(("compute", "h2d", "d2h", "cpu", "disk_read", "disk_write"), 0.1)
+    busy = dict.fromkeys(("compute", "h2d", "d2h", "cpu", "disk_read", "disk_write", "net"), 0.1)
     return Relaxed(seconds=1.0, busy_s=busy, shares=tuple(shares), waiting_bytes=0.0)  # type: ignore[arg-type]
 
 

@@ -18,13 +18,12 @@ WHOLE = model_of(20, 20)  # 80 bytes of weights each
 
 
 def machine(bytes_per_s: float) -> HardwareProfile:
-    return replace(CPU, world_size=2, collective_bytes_per_s=bytes_per_s)
+    return replace(CPU, ranks=2, collective_bytes_per_s=bytes_per_s)
 
 
 def schedules(whole_bytes: int, updates: Updates = Updates.IN_BACKWARD, *, shared_memory: bool = True) -> tuple[Schedule, ...]:
-    sizes = CacheSizes(host_cache_bytes=0, device_cache_bytes=whole_bytes, staging_bytes=0)
-    signatures, shape = step_signatures(PLAN, updates=updates), WHOLE.slice_of(2).shape()
-    return steady(PLAN, shape, signatures, sizes=sizes, ranks=2, shared_memory=shared_memory)
+    sizes = CacheSizes(host_cache_bytes=0, device_cache_bytes=whole_bytes, staging_bytes=0, ranks=2, shared_memory=shared_memory)
+    return steady(PLAN, WHOLE.slice_of(2).shape(), step_signatures(PLAN, updates=updates), sizes=sizes)
 
 
 def simulation(whole_bytes: int, bytes_per_s: float, updates: Updates = Updates.IN_BACKWARD) -> Simulation:
@@ -69,7 +68,7 @@ def test_memory_has_slices_whole_weights_and_whole_gradients() -> None:
 
 def on_devices(whole_bytes: int) -> Simulation:
     """A link moves 80 bytes a second each way, the network 40."""
-    gpus = replace(GPU, world_size=2, collective_bytes_per_s=40.0, link_h2d_bytes_per_s=80.0, link_d2h_bytes_per_s=80.0)
+    gpus = replace(GPU, ranks=2, collective_bytes_per_s=40.0, link_h2d_bytes_per_s=80.0, link_d2h_bytes_per_s=80.0)
     return simulated(schedules(whole_bytes, shared_memory=False), PLAN, WHOLE.slice_of(2), gpus)
 
 
@@ -97,8 +96,8 @@ def test_devices_have_whole_weights_and_gradients_and_hosts_have_slices() -> Non
 
 
 def test_the_machine_has_as_many_ranks_as_the_schedule() -> None:
-    with pytest.raises(ConfigError, match="a schedule for 2 ranks on machine 'cpu' with world_size=4"):
-        simulated(schedules(160), PLAN, WHOLE.slice_of(2), replace(machine(40.0), world_size=4))
+    with pytest.raises(ConfigError, match="a schedule for 2 ranks on machine 'cpu' with ranks=4"):
+        simulated(schedules(160), PLAN, WHOLE.slice_of(2), replace(machine(40.0), ranks=4))
 
 
 def test_a_slice_is_rounded_up() -> None:

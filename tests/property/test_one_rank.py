@@ -1,0 +1,57 @@
+"""One rank's share of a machine and a model, and all of them together."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.profiles import models
+from support.simulations import CPU
+
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.planners.one_rank import all_ranks, one_rank
+
+OF_THE_MACHINE = {
+    "host_memory_bytes", "device_memory_bytes", "disk_capacity_bytes", "host_dram_bytes_per_s", "cpu_update_params_per_s",
+    "cpu_downcast_params_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s", "device_flop_per_s",
+    "device_update_params_per_s",
+}  # fmt: skip
+
+
+def _machine(ranks: int) -> HardwareProfile:
+    return replace(CPU, world_size=ranks, collective_bytes_per_s=1e9, disk_capacity_bytes=10**12, disk_read_bytes_per_s=1e9)
+
+
+@given(models(), st.integers(2, 8))
+def test_shares_add_up_to_the_machine_and_slices_to_the_model(model: ModelProfile, ranks: int) -> None:
+    machine = _machine(ranks)
+    part, share = one_rank(model, machine)
+    assert (share.world_size, share.ranks) == (1, ranks)
+    for f in fields(machine):
+        if f.name in OF_THE_MACHINE:
+            assert ranks * getattr(share, f.name) == pytest.approx(getattr(machine, f.name), abs=ranks)
+        elif f.name not in ("world_size", "ranks"):
+            assert getattr(share, f.name) == getattr(machine, f.name)
+    for block, piece in zip(model.blocks, part.blocks, strict=True):
+        assert 0 <= ranks * model.weight_bytes(piece) - model.weight_bytes(block) <= ranks * 16
+        assert piece.activation_bytes == block.activation_bytes, "a rank computes with whole weights"
+        assert piece.forward_s == pytest.approx(ranks * block.forward_s), "with its share of the processor"
+
+
+@given(models(), st.integers(2, 8))
+def test_all_ranks_undo_one_rank_and_neither_acts_twice(model: ModelProfile, ranks: int) -> None:
+    share = one_rank(model, _machine(ranks))
+    assert one_rank(*share) == share
+    again = one_rank(*all_ranks(*share))
+    assert again[0].shape() == share[0].shape()
+    assert again[1].host_memory_bytes == share[1].host_memory_bytes
+    whole = all_ranks(*share)
+    assert all_ranks(*whole) == whole
+
+
+@given(models())
+def test_one_device_has_all(model: ModelProfile) -> None:
+    assert one_rank(model, CPU) == all_ranks(model, CPU) == (model, CPU)
