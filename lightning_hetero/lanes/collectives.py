@@ -2,40 +2,71 @@
 
 [Note: Collectives]
 Each rank runs its collectives one after the other in the thread of its lane, in the order of the
-schedule, which is the same on all ranks. A collective ends on a rank when that rank has all that it
-gets, and others have got its part: its slice may change then.
+schedule, which is the same on all ranks. The thread that computes may call them, too: then it waits
+for the lane first (:meth:`Collectives.follow`), so that two threads never use the group at once. A
+collective ends on a rank when that rank has all that it gets, and others have got its part: its
+slice may change then.
 
 A sum over ranks has one order and one rounding, whatever the layout. Each rank gets its slice of
 all gradients (all-to-all), and adds them in float64 in the order of the ranks. The reduce-scatter
 of gloo is an all-reduce of which each rank keeps a slice. It moves twice the bytes, rounds after
 each addition, and from three ranks on the order of its sum depends on where an element lies.
 
-Ranks meet before they exchange what is large (:meth:`Collectives.meet`). A rank whose batch uses
-other blocks than those of the others would otherwise wait for ever, or exchange other weights.
+[Note: Meetings]
+Ranks meet before they exchange what is large. A rank whose batch uses other blocks than those of
+the others would otherwise wait for ever, or exchange other weights. What a rank is going to do it
+announces as it submits the op (:meth:`Collectives.announce`). Where it has not met the others for
+the next op, it tells them the next ones that it has announced, up to eight. All ranks compare what
+all have told, and have met for the ops at which all agree. So a lane with ops that wait has one
+message for several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from threading import Lock, get_ident
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
+from lightning_hetero.lanes.base import Event
 
 _WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT")
 _FLAGS = 3
+_AHEAD = 8  # ops for which ranks meet at once, at most
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the older name
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Announced:
+    """What a rank is about to do; see [Note: Meetings]."""
+
+    what: str
+    block: int
+    flags: tuple[bool, ...]
+
+    def row(self) -> tuple[float, ...]:
+        """As it is told to the others."""
+        return _WHAT.index(self.what), self.block, *self.flags, *[False] * (_FLAGS - len(self.flags))
+
+
+_NOTHING = (-1.0, *[0.0] * (1 + _FLAGS))  # a rank has announced no more
 
 
 class Collectives:
     """The collectives of one group of ranks.
 
-    One thread at a time calls them. A call returns when its collective has ended on this rank.
+    A call returns when its collective has ended on this rank. Ops of lane ``net`` call them within
+    :meth:`on_lane`, and one other thread, which submits these ops.
 
     Args:
         group: The ranks; ``None``: all of them. Its timeout bounds every collective.
@@ -48,6 +79,85 @@ class Collectives:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
+        self._lane = 0  # the thread of the lane
+        self._last: Event | None = None  # the end of the last op there, which nobody has waited for
+        self._failed = ""  # why the group cannot be used any more
+        self._lock = Lock()
+        self._coming: deque[Announced] = deque()  # ops that have not been met for, or not been begun
+        self._met: deque[list[bool]] = deque()  # for the first of these: the flags that any rank has
+
+    # ---- the lane --------------------------------------------------------------------------------
+
+    def follow(self, end: Event) -> None:
+        """An op was given to the lane; it ends with this event."""
+        self._last = end
+
+    def settle(self) -> None:
+        """Waits until the lane has ended all of its ops. Raises the error of the last one."""
+        if self._last is not None and get_ident() != self._lane:
+            last, self._last = self._last, None
+            last.wait()
+
+    def on_lane(self, run: Callable[[], Iterable[Ticket]]) -> Iterable[Ticket]:
+        """Runs an op of the lane, in its thread."""
+        self._lane = get_ident()
+        return run()
+
+    # ---- meetings --------------------------------------------------------------------------------
+
+    def announce(self, what: str, block: int, *flags: bool) -> Announced:
+        """Says what the op is about to do that is being given to the lane; it calls :meth:`met`.
+
+        Args:
+            what: Its kind.
+            block: Of which block; ``NO_BLOCK`` if of none.
+            flags: As many on all ranks where ``what`` is the same, at most three.
+        """
+        coming = Announced(what, block, flags)
+        with self._lock:
+            self._coming.append(coming)
+        return coming
+
+    def met(self, op: Announced) -> list[bool]:
+        """Makes sure that all ranks are about to do the same. Returns which flags any of them has.
+
+        Raises:
+            HeteroError: Another rank is about to do something else; says what.
+        """
+        with self._lock:
+            if self._coming[0] is not op:
+                raise HeteroError(
+                    f"{_named(op.row())} cannot begin on rank {self.rank}: {_named(self._coming[0].row())} has failed."
+                )
+        if not self._met:
+            self._meet()
+        with self._lock:
+            self._coming.popleft()
+        return self._met.popleft()[: len(op.flags)]
+
+    def meet(self, what: str, block: int, *flags: bool) -> list[bool]:
+        """Announces and meets, for what follows at once: see :meth:`announce` and :meth:`met`."""
+        self.settle()
+        return self.met(self.announce(what, block, *flags))
+
+    def _meet(self) -> None:
+        with self._lock:
+            rows = [op.row() for op in islice(self._coming, _AHEAD)]
+        told = self.agree([number for row in [*rows, *[_NOTHING] * (_AHEAD - len(rows))] for number in row])
+        size = len(_NOTHING)
+        for start in range(0, _AHEAD * size, size):
+            row = [tuple(numbers[start : start + size]) for numbers in told]
+            if len({one[:2] for one in row}) > 1 or row[0] == _NOTHING:
+                break
+            self._met.append([any(one[2 + flag] for one in row) for flag in range(_FLAGS)])
+        if not self._met:
+            each = ", ".join(f"rank {rank}: {_named(numbers)}" for rank, numbers in enumerate(told))
+            raise HeteroError(
+                f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
+                f"order: in each batch, in validation, and in code that reads weights. All of them call save_checkpoint."
+            )
+
+    # ---- what they exchange ----------------------------------------------------------------------
 
     def gather(self, whole: Tensor, own: Tensor) -> None:
         """Makes the whole from the slices of all ranks.
@@ -95,29 +205,6 @@ class Collectives:
             with self._naming("RECEIVE", tensor):
                 dist.recv(tensor, group=self._group, group_src=source)
 
-    def meet(self, what: str, block: int, *flags: bool) -> list[bool]:
-        """Makes sure that all ranks are about to do the same. Returns which flags any of them has.
-
-        Args:
-            what: The collective that follows: the name of its op.
-            block: Of which block; ``NO_BLOCK`` if of none.
-            flags: As many on all ranks where ``what`` is the same, at most three.
-
-        Raises:
-            HeteroError: Another rank is about to do something else; says what.
-        """
-        spare = [False] * (_FLAGS - len(flags))
-        rows = self.agree([_WHAT.index(what), block, *flags, *spare])
-        others = {(int(kind), int(at)) for kind, at, *_ in rows}
-        if len(others) > 1:
-            places = (_WHAT[int(kind)] + ("" if at == NO_BLOCK else f" of block {int(at)}") for kind, at, *_ in rows)
-            each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-            raise HeteroError(
-                f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
-                f"order: in each batch, in validation, and in code that reads weights. All of them call save_checkpoint."
-            )
-        return [any(row[2 + flag] for row in rows) for flag in range(len(flags))]
-
     def agree(self, numbers: Sequence[float]) -> list[list[float]]:
         """Tells numbers to all ranks. Returns those of each rank, the same on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)
@@ -129,10 +216,19 @@ class Collectives:
 
     @contextmanager
     def _naming(self, what: str, tensor: Tensor) -> Iterator[None]:
+        self.settle()
+        if self._failed:  # where it has timed out, the next one would take as long
+            raise HeteroError(self._failed)
         try:
             yield
         except RuntimeError as error:
-            raise HeteroError(
+            self._failed = (
                 f"{what} of {tensor.nbytes} bytes has failed on rank {self.rank} of {self.ranks}: another rank has died "
                 f"or hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
-            ) from error
+            )
+            raise HeteroError(self._failed) from error
+
+
+def _named(row: Sequence[float]) -> str:
+    kind, block = int(row[0]), int(row[1])
+    return _WHAT[kind] + ("" if block == NO_BLOCK else f" of block {block}")

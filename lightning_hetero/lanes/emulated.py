@@ -33,12 +33,11 @@ from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.lanes.base import All, Event, Moment
 from lightning_hetero.lanes.contract import host_memory, host_moment
 from lightning_hetero.lanes.memory import DeviceArena
-from lightning_hetero.lanes.op import QueuedOp
+from lightning_hetero.lanes.op import DELAY_S, QueuedOp
 from lightning_hetero.lanes.queue import QueuedLanes
 from lightning_hetero.units import parse_bytes
 
 _LATE_S = 1e-3  # a lane that is later than this has not overslept: the machine is too slow for the link
-_DELAY_S = 2e-3  # the longest random delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ class EmulatedLanes(QueuedLanes):
             event.wait()
         if self._seed is not None:
             at_once = False
-            self._failures.closing.wait(random.Random(f"{self._seed} {queued.number}").uniform(0, _DELAY_S))
+            self._failures.closing.wait(random.Random(f"{self._seed} {queued.number}").uniform(0, DELAY_S))
         if on_compute:
             self._compute.resume()
         if link is not None:

@@ -4,10 +4,14 @@
 An op's ``run`` is called as the op is submitted, in the calling thread, and does not wait there.
 :attr:`EngineLanes.behind` holds the tickets of the ops that it follows. ``run`` passes them on, and
 the engine starts the task once they are done.
+
+Collectives are no work for the engine. So ops of lane ``net`` have a queue with a thread, as on a
+device with memory of its own; it begins with the first of them.
 """
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +22,12 @@ from torch import Tensor
 from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.schedule import Op
+from lightning_hetero.ir.schedule import Lane, Op
 from lightning_hetero.lanes.base import All, Event, Moment, passed_at
 from lightning_hetero.lanes.contract import Lanes, host_memory, host_moment
 from lightning_hetero.lanes.memory import DeviceArena
-from lightning_hetero.lanes.op import Failures
+from lightning_hetero.lanes.op import DELAY_S, Failures, QueuedOp
+from lightning_hetero.lanes.queue import Queue, close_queues
 
 _FORGET = 256  # ops that are remembered before those that have ended are forgotten
 
@@ -90,19 +95,42 @@ class EngineLanes(Lanes):
     Events without a ticket of the engine are waited for before ``run`` is called. Compute runs in
     the calling thread and has always done its work.
 
-    Ops may take ``memory_bytes``, as if the device had memory of its own; 0 for the host.
+    Ops may take ``memory_bytes``, as if the device had memory of its own; 0 for the host. Under
+    ``poison`` ops of lane ``net`` are late at random.
     """
 
     def __init__(self, *, memory_bytes: int = 0, poison: bool = False) -> None:
         host = torch.device("cpu")
         super().__init__(host, DeviceArena(memory_bytes, host, poison=poison), poison=poison)
-        self._ops: list[EngineOp] = []
-        self._is_closed = False
+        self._ops: list[EngineOp | QueuedOp] = []
+        self._net: Queue | None = None
+        self._delays = random.Random(0) if poison else None
 
-    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> EngineOp:
+    def submit(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> EngineOp | QueuedOp:
         """Runs an op; see :meth:`Lanes.submit`."""
-        if self._is_closed:
+        if self._failures.closing.is_set():
             raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) was not taken: the lanes are closed. Create new ones.")
+        return self._queue(op, run, after) if op.lane is Lane.NET else self._give(op, run, after)
+
+    def _queue(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> QueuedOp:
+        self._net = self._net or Queue(Lane.NET, lambda: torch._C._set_grad_enabled(False), self._work, lambda _: None)
+        end = QueuedOp(op, run, tuple(after), len(self._ops), self._failures)
+        if self.observer is not None:
+            end.is_observed = True
+            self.observer(end)
+        self._net.put(end)
+        self._remember(end)
+        return end
+
+    def _work(self, queued: QueuedOp) -> Iterable[Ticket]:
+        for event in queued.after:
+            event.wait()
+        if self._delays is not None:
+            self._failures.closing.wait(self._delays.uniform(0, DELAY_S))
+        queued.started_s = now_s()
+        return queued.run()
+
+    def _give(self, op: Op, run: Callable[[], Iterable[Ticket]], after: Sequence[Event]) -> EngineOp:
         end = EngineOp(op, after)
         with_gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -119,10 +147,13 @@ class EngineLanes(Lanes):
         if self.observer is not None and end.tickets:
             self.observer(end)
         end.after = ()  # it may lead to the ops of all steps before
+        self._remember(end)
+        return end
+
+    def _remember(self, end: EngineOp | QueuedOp) -> None:
         self._ops.append(end)
         if len(self._ops) > _FORGET:
             self._ops = [one for one in self._ops if not one.ended()]
-        return end
 
     def _tickets_of(self, events: Sequence[Event]) -> Sequence[Ticket]:
         """The engine's tickets of these events; waits for an event that has none."""
@@ -184,5 +215,8 @@ class EngineLanes(Lanes):
 
     def close(self) -> None:
         """Ends the lanes; see :meth:`Lanes.close`."""
-        self._is_closed = True
+        self._failures.closing.set()
         self._ops.clear()
+        net, self._net = self._net, None
+        if net is not None:
+            close_queues([net])

@@ -19,6 +19,9 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Op
 from lightning_hetero.lanes.base import Event, passed_at
 
+DELAY_S = 2e-3
+"""The longest random delay of an op, in tests."""
+
 _TICKET_SLICE_S = 0.2  # how late the wait for a ticket notices that the lanes are closed
 
 _T = TypeVar("_T")

@@ -70,6 +70,24 @@ class Queue:
             del op  # else it lives until the next one comes
 
 
+def close_queues(queues: Sequence[Queue]) -> None:
+    """Ends the threads of lanes that are closing.
+
+    Raises:
+        HeteroError: An op did not return in time; names it. Its thread is a daemon.
+    """
+    for queue in queues:
+        queue.put(None)
+    deadline = now_s() + _JOIN_S
+    stuck = [q for q in queues if not q.join(max(0.0, deadline - now_s()))]
+    if stuck:
+        which = ", ".join(f"{q.lane.value}: {q.current}" for q in stuck)
+        raise HeteroError(
+            f"ops did not return within {_JOIN_S:.0f} s of closing the lanes ({which}); their threads are daemons and end with "
+            f"the process. What these ops work on must not be freed."
+        )
+
+
 class QueuedLanes(Lanes):
     """Lanes with a queue and a thread each, but for compute, whose ops the caller runs."""
 
@@ -162,16 +180,6 @@ class QueuedLanes(Lanes):
         self._failures.owner.check("the device's lane")
         with self._lock:
             self._failures.closing.set()
-        queues = list(self._queues.values())
-        for queue in queues:
-            queue.put(None)
-        deadline = now_s() + _JOIN_S
-        stuck = [q for q in queues if not q.join(max(0.0, deadline - now_s()))]
         self._submitted.clear()
-        if stuck:
-            which = ", ".join(f"{q.lane.value}: {q.current}" for q in stuck)
-            raise HeteroError(
-                f"ops did not return within {_JOIN_S:.0f} s of closing the lanes ({which}); their threads are daemons and end with "
-                f"the process. What these ops work on must not be freed."
-            )
+        close_queues(list(self._queues.values()))
         self._queues.clear()

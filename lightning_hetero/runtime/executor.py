@@ -341,8 +341,7 @@ class Executor:
         if self.device is not None:
             for block in self.blocks:  # if no GRAD ran, or one ran before all gradients were there
                 self.handlers.gather(block)
-        if self.slices is not None:
-            self.slices.gradients.reduce_rest(self.blocks)
+        self.handlers.reduce_left()
         if self._apart is not None:
             self._apart.expose()
 

@@ -139,6 +139,8 @@ class Handlers:
                 return moved
             if op.kind is OpKind.UPDATE and op.lane is Lane.CPU and not self._is_early(block := self._blocks[op.block]):
                 after = (*after, *self._take_rest(block, side))  # a late update also sends gradients that no GRAD sent
+        if self._slices is not None and op.kind is OpKind.UPDATE:
+            self._await_reduced(op.block, self._slices)
         run = TABLE[op.kind, op.payload, op.lane](self, op)
         if run is None:
             waits = [event for event in after if not event.done()]
@@ -146,7 +148,7 @@ class Handlers:
                 self.ends.setdefault((op.kind, op.block), All(waits))
             return All(after)
         if op.lane is Lane.NET:
-            run, after = partial(_in_turn, run, after), ()  # what follows it has nothing else to wait for
+            run = partial(self._on_ranks.collectives.on_lane, run)
         if side is None:
             end = self._lanes.submit(op, run, after)
             if end.error is not None:
@@ -164,9 +166,11 @@ class Handlers:
         if op.kind is OpKind.UPDATE and (side is None or op.lane is Lane.CPU):
             self.updating.append(end)
             if self._updater.verdict is None and not self.all_wait:
-                self._updater.show_taken(self._blocks[op.block])
+                self._updater.show_taken(self._blocks[op.block], self._updater.updated)
         elif op.kind in (OpKind.MIRROR, OpKind.COMMIT):
             self._ending.append(end)
+        elif op.lane is Lane.NET:
+            self._on_ranks.collectives.follow(end)
         self.ends[op.kind, op.block] = end
         return end
 
@@ -258,6 +262,12 @@ class Handlers:
                     "by another plan.", name, tier.value,
                 )  # fmt: skip
 
+    def reduce_left(self) -> None:
+        """Backward has ended: submits REDUCEs of what no REDUCE has taken."""
+        if self._slices is not None:
+            for block in self._slices.gradients.left():
+                self._submit_now(OpKind.REDUCE, block, Lane.NET, payload=Payload.GRADIENTS)
+
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
     ) -> Event:
@@ -337,23 +347,35 @@ class Handlers:
 
     def _gather_weights(self, op: Op) -> Run:
         """GATHER: slices of all ranks become whole weights."""
-        return partial(_done, partial(self._on_ranks.gather, self._blocks[op.block]))
+        return partial(_done, self._on_ranks.gather(self._blocks[op.block]))
 
     def _release_others(self, op: Op) -> Run | None:
         """RELEASE on several ranks: of what is not the rank's slice."""
         block = self._blocks[op.block]
-        return None if block.uses else partial(_done, partial(self._on_ranks.release, block))
+        return None if block.uses else partial(_done, self._on_ranks.release(block))
 
     def _reduce(self, op: Op) -> Run | None:
-        """REDUCE; those that are left after backward have been reduced as it ended."""
-        if not self._batch.in_backward:
+        """REDUCE; of the schedule's, those after backward have been submitted as it ended."""
+        block, is_late, updater = self._blocks[op.block], op.id < 0, self._updater
+        if not (self._batch.in_backward or is_late):
             return None
-        block = self._blocks[op.block]
-        return partial(_done, partial(self._on_ranks.gradients.reduce, block, early=self._may_change(block)))
+        work = self._on_ranks.gradients.reduce(block, early=not is_late and self._may_change(block))
+        if self._batch.armed is not None and updater.verdict is None and not (is_late or self.all_wait):
+            updater.show_taken(block, self._on_ranks.gradients.ids())
+        return partial(_done, work)
+
+    def _await_reduced(self, block: int, slices: Slices) -> None:
+        """An update looks at the block's gradients: see [Note: REDUCE on its lane]."""
+        end = self.ends.get((OpKind.REDUCE, block))
+        if end is not None:
+            end.wait()
+        if self._updater.verdict is not None and not slices.gradients.are_complete(self._blocks[block]):
+            slices.collectives.settle()
 
     def _agree(self, op: Op) -> Run:
         """AGREE: all ranks have come here."""
-        return partial(_done, partial(self._on_ranks.collectives.meet, str(op.kind), op.block))
+        collectives = self._on_ranks.collectives
+        return partial(_done, partial(collectives.met, collectives.announce(str(op.kind), op.block)))
 
     def _free(self, op: Op) -> Run | None:
         """RELEASE on the device."""
@@ -529,13 +551,6 @@ class Handlers:
         if at < 0 or self._marked[0] != at:
             self._marked = at, self._lanes.mark()
         return self._marked[1]
-
-
-def _in_turn(run: Run, after: Sequence[Event]) -> Iterable[Ticket]:
-    """Runs a collective in the thread that computes, once the ops before it have ended."""
-    for event in after:
-        event.wait()
-    return run()
 
 
 def _done(work: Callable[[], object]) -> Sequence[Ticket]:

@@ -171,7 +171,7 @@ class ModelSetup:
                         store.barrier(part)
             elif executor.slices is not None and executor.residency.is_away(block):
                 executor.residency.parameters.hide(block)
-                executor.slices.release(block)
+                executor.slices.release(block)()
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]
             for name, param in later:

@@ -8,13 +8,20 @@ the same bits. Clipping, scaling and zeroing work on the slices.
 [Note: Missing gradients]
 A rank whose batch has not used a parameter has no gradient of it, and counts as zeros if another
 rank has one. A parameter that no rank has used keeps none, so it is not updated.
+
+[Note: REDUCE on its lane]
+The thread that computes takes a block's gradients out of the parameters as it submits REDUCE. The
+lane sums them. If backward may still change the gradients on any rank (they are *early*), the op
+does nothing, on all ranks, and each keeps what it has taken. The first REDUCE after backward makes
+up for that. So before an update looks at gradients it waits for the block's REDUCE: from then on
+all ranks know the same (:meth:`SliceGradients.are_complete`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, KeysView, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, KeysView, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +29,9 @@ from torch import Tensor, nn
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
-from lightning_hetero.runtime.device.gradients import check_dense, grads_of
+from lightning_hetero.runtime.device.gradients import check_dense
 from lightning_hetero.runtime.device.host_gradient import HostGradient
+from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
 
 
@@ -33,7 +41,7 @@ class SliceGradient:
 
     part: Part
     index: int  # the parameter's position in it
-    run: Tensor  # flat, in the parameter's memory order
+    run: Tensor | None = None  # flat, in the parameter's memory order; ``None`` until the first REDUCE has ended
     exposed: bool = False  # ``param.grad`` has shown it since the last backward
     norm: float = -1.0  # of the whole gradient; negative if it is not known
 
@@ -41,6 +49,34 @@ class SliceGradient:
     def param(self) -> nn.Parameter:
         """The parameter."""
         return self.part.params[self.index]
+
+    def add(self, run: Tensor) -> None:
+        """Another batch's mean has come."""
+        self.run = run if self.run is None else self.run.add_(run)
+        self.norm = -1.0
+
+
+_Gradients = list[tuple[SliceGradient, Tensor]]  # with the whole ones of one batch
+
+
+@dataclass(eq=False, slots=True)
+class _Backward:
+    """One backward: the lane works on it while the next one may have begun."""
+
+    trained: Sequence[Block]  # in the order of the model
+    has_ended: bool = False
+    submitted: set[int] = field(default_factory=set)  # blocks whose REDUCE was
+    left_compute: set[int] = field(default_factory=set)  # blocks whose gradients were taken
+    lacks: bool = False  # this rank has no gradient of some parameters that train
+    taken: dict[int, _Gradients] = field(default_factory=dict)  # by block, until the lane sums them
+    early: list[Block] = field(default_factory=list)  # the lane has left these for the end, on all ranks
+    reduced: set[int] = field(default_factory=set)  # blocks whose gradients the lane has summed, or is about to
+
+    def take(self, block: Block, gradients: _Gradients) -> None:
+        """The block's gradients belong to the lane from now on."""
+        self.left_compute.add(block.index)
+        self.lacks |= len(gradients) < len(_trained(block))
+        self.taken[block.index] = gradients
 
 
 class SliceSource:
@@ -51,11 +87,11 @@ class SliceSource:
     def __init__(self, held: SliceGradient, gradients: SliceGradients) -> None:
         self.held, self._gradients = held, gradients
         self.name = f"{held.part.names[held.index]}.grad"
-        self.shape, self.dtype = held.param.shape, held.run.dtype
+        self.shape, self.dtype = held.param.shape, held.part.dtype
 
     def live(self) -> Tensor:
         """This rank's elements."""
-        return self.held.run
+        return self._gradients.run_of(self.held)
 
     def norm(self, order: float) -> Tensor:
         """The norm of the whole gradient; all ranks call this."""
@@ -89,12 +125,12 @@ class SliceSource:
 
 
 class SliceGradients:
-    """The gradients of one rank. Only the thread that computes calls it."""
+    """The gradients of one rank. The thread that computes calls it; the lane adds sums."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._held: dict[int, SliceGradient] = {}  # by the parameter's ``id``
-        self._reduced: set[int] = set()  # blocks whose gradients are complete in the backward under way
+        self._backward = _Backward(())  # the last one
         self._buffers: dict[str, Tensor] = {}  # for what is sent and received, as large as the largest part
 
     # ---- backward --------------------------------------------------------------------------------
@@ -102,62 +138,99 @@ class SliceGradients:
     def begin_backward(self, blocks: Iterable[Block]) -> None:
         """Before a backward: see :meth:`conceal`. Hooks of parameters see one batch's gradients."""
         self.conceal()
-        self._reduced.clear()
+        self._backward = _Backward([block for block in blocks if _trained(block)])
 
-    def reduce(self, block: Block, *, early: bool) -> None:
+    def reduce(self, block: Block, *, early: bool) -> Callable[[], None]:
         """REDUCE: the block's gradients become a slice of their mean over the ranks.
 
         They are added to what earlier batches have left. If backward may still change them on any
-        rank (``early``), nothing happens on all of them.
+        rank (``early``), nothing happens on all of them. Returns what the lane does.
         """
-        trained = [(part, i) for part in block.parts for i, p in enumerate(part.params) if p.requires_grad]
-        present = [part.params[i].grad is not None for part, i in trained]
-        is_early, some_lack = self._collectives.meet("REDUCE", block.index, early, not all(present))
-        if is_early:
-            return
-        self._reduced.add(block.index)
-        if not trained:
-            return
+        backward, is_late = self._backward, self._backward.has_ended
+        backward.submitted.add(block.index)
+        if not early and block.index not in backward.left_compute:
+            backward.take(block, self._take(block))
+        has = len(backward.taken.get(block.index, ()))
+        op = self._collectives.announce("REDUCE", block.index, early, has < len(_trained(block)), has > 0)
+
+        def run() -> None:
+            is_early, some_lack, some_have = self._collectives.met(op)
+            while is_late and backward.early:
+                self._reduce(backward, backward.early.pop(0), some_lack=True)
+            if is_early:
+                backward.early.append(block)
+            elif some_have and block.index not in backward.reduced:
+                self._reduce(backward, block, some_lack=some_lack)
+
+        return run
+
+    def are_complete(self, block: Block) -> bool:
+        """Whether backward changes the block's gradients no more, on any rank.
+
+        All ranks know the same once the block's REDUCE has ended.
+        """
+        return block.index in self._backward.reduced
+
+    def left(self) -> list[Block]:
+        """Backward has ended: the blocks that need a REDUCE, the same ones on all ranks."""
+        backward = self._backward
+        if backward.has_ended or not backward.trained:
+            return []
+        backward.has_ended = True
+        for block in backward.trained:
+            if block.index not in backward.left_compute:
+                backward.take(block, self._take(block))
+        # One at least, because only the lane knows which were early on other ranks.
+        return [block for block in backward.trained if block.index not in backward.submitted] or [backward.trained[-1]]
+
+    def _take(self, block: Block) -> _Gradients:
+        """The block's gradients, which leave their parameters."""
+        taken: _Gradients = []
+        for part, index in _trained(block):
+            param, name = part.params[index], part.names[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = param.grad
+                if grad is None or isinstance(grad, HostGradient | TakenGradient):
+                    continue
+                check_dense(name, grad)
+                param.grad = None
+            held = self._held.setdefault(id(param), SliceGradient(part, index))
+            held.exposed = False
+            taken.append((held, grad))
+        return taken
+
+    @torch.no_grad()
+    def _reduce(self, backward: _Backward, block: Block, *, some_lack: bool) -> None:
+        """Sums a block's gradients, in the thread of the lane."""
+        backward.reduced.add(block.index)
+        trained, taken = _trained(block), {id(held.param): (held, grad) for held, grad in backward.taken.pop(block.index, [])}
+        present = [id(part.params[index]) in taken for part, index in trained]
         if some_lack:
             rows = self._collectives.agree(present)
             present = [any(row[i] for row in rows) for i in range(len(present))]
         for part in block.parts:
-            here = [i for (owner, i), there in zip(trained, present, strict=True) if owner is part and there]
+            here = [index for (owner, index), there in zip(trained, present, strict=True) if owner is part and there]
             if here:
-                self._reduce(part, here)
+                self._reduce_part(part, here, taken)
 
-    def are_complete(self, block: Block) -> bool:
-        """Whether backward changes the block's gradients no more, on any rank."""
-        return block.index in self._reduced
-
-    def reduce_rest(self, blocks: Sequence[Block]) -> None:
-        """Backward has ended: reduces all blocks that have whole gradients on any rank."""
-        rows = self._collectives.agree([_has_whole(block) for block in blocks])
-        for block, *left in zip(blocks, *rows, strict=True):
-            if any(left):
-                self.reduce(block, early=False)
-
-    @torch.no_grad()
-    def _reduce(self, part: Part, indices: Sequence[int]) -> None:
+    def _reduce_part(self, part: Part, indices: Sequence[int], taken: dict[int, tuple[SliceGradient, Tensor]]) -> None:
         whole, received = (self._buffer(name, part) for name in ("sent", "received"))
         whole.zero_()
-        runs = part.runs(whole)
-        for index, grad in enumerate(grads_of(part)):
-            if index in indices and grad is not None:
-                check_dense(part.names[index], grad)
+        runs, summed = part.runs(whole), list[SliceGradient]()
+        for index in indices:
+            key = id(part.params[index])
+            if key in taken:
+                held, grad = taken.pop(key)
                 part.shaped(index, runs[index]).copy_(grad)
+                del grad  # its memory is for the next block's
+            else:
+                held = self._held.setdefault(key, SliceGradient(part, index))
+            summed.append(held)
         own = torch.empty(part.slice_elements, dtype=part.dtype)
         self._collectives.reduce(own, whole, received, divisor=part.own.ranks)
-        for index in indices:
-            param, (start, length) = part.params[index], part.pieces[index]
-            run = own[start : start + length] if length else own[:0]
-            param.grad = None
-            held = self._held.get(id(param))
-            if held is None:
-                self._held[id(param)] = SliceGradient(part, index, run)
-            else:
-                held.run.add_(run)
-                held.norm = -1.0
+        for held in summed:
+            start, length = part.pieces[held.index]
+            held.add(own[start : start + length] if length else own[:0])
 
     def _buffer(self, name: str, part: Part) -> Tensor:
         num_bytes = part.num_elements * part.dtype.itemsize
@@ -169,6 +242,8 @@ class SliceGradients:
 
     def expose(self) -> None:
         """After backward or a verdict: ``param.grad`` shows the gradients."""
+        if self._backward.lacks:  # other ranks may have gradients that this one has not
+            self._collectives.settle()
         for held in self._held.values():
             with torch._C.DisableTorchFunctionSubclass():
                 param = held.param
@@ -198,11 +273,19 @@ class SliceGradients:
                     f"{held.part.own.ranks} ranks. Change it in place, or in a hook of the parameter."
                 )
 
+    def run_of(self, held: SliceGradient) -> Tensor:
+        """This rank's elements of a gradient, once the lane has summed them."""
+        self._collectives.settle()
+        assert held.run is not None, "its REDUCE has ended"
+        return held.run
+
     def norm_of(self, held: SliceGradient) -> float:
         """The norm of a whole gradient; that of all gradients is made at once."""
+        self._collectives.settle()
         if held.norm < 0:
-            stale = [one for one in self._held.values() if one.norm < 0]
-            rows = self._collectives.agree([float(one.run.double().square().sum()) for one in stale])
+            known = (self._held.get(id(part.params[i])) for block in self._backward.trained for part, i in _trained(block))
+            stale = [one for one in known if one is not None and one.norm < 0]  # in one order on all ranks
+            rows = self._collectives.agree([float(self.run_of(one).double().square().sum()) for one in stale])
             for one, *squares in zip(stale, *rows, strict=True):
                 one.norm = math.sqrt(sum(squares))
         return held.norm
@@ -222,6 +305,7 @@ class SliceGradients:
         found = {}
         for param in params:
             held = self._held[id(param)] if keep else self._held.pop(id(param))
+            assert held.run is not None, "an update waits for its REDUCE"
             found[id(param)] = held.run
         return SliceClaim(found)
 
@@ -248,7 +332,6 @@ class SliceClaim:
         """The update will not come; the gradients go with this object."""
 
 
-def _has_whole(block: Block) -> bool:
-    """Whether backward has left gradients that no REDUCE has taken."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return any(p.grad is not None and type(p.grad) is not HostGradient for p in block.params())
+def _trained(block: Block) -> list[tuple[Part, int]]:
+    """The parameters that train, by part and position."""
+    return [(part, index) for part in block.parts for index, param in enumerate(part.params) if param.requires_grad]

@@ -13,7 +13,7 @@ from then on a rank has those of its slice, in memory of their own.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ from lightning_hetero.store.raw_memory import tensor_at
 
 
 class Slices:
-    """One rank's side of the collectives. Only the thread that computes calls it.
+    """One rank's side of the collectives.
+
+    The thread that computes calls it, in the order of the schedule. What a method returns does the
+    op: in the thread of lane ``net``, or at once where that lane is empty. Whether weights are
+    whole (``Part.is_whole``) is what the ops that were submitted make true, as the schedule has it.
 
     Args:
         collectives: Those of the ranks that share the model.
@@ -39,27 +43,45 @@ class Slices:
         self.collectives, self._poison = collectives, poison
         self.gradients = SliceGradients(collectives)
 
-    def gather(self, block: Block) -> None:
+    def gather(self, block: Block) -> Callable[[], None]:
         """GATHER: brings the slices of all other ranks into the block's memory."""
-        self.collectives.meet("GATHER", block.index)
-        for part in block.parts:
-            if not part.is_whole:
-                whole = _bytes(part)
-                self.collectives.gather(whole, whole.view(part.own.ranks, -1)[part.own.rank])
-                part.is_whole = True
+        parts, op = [part for part in block.parts if not part.is_whole], self.collectives.announce("GATHER", block.index)
+        for part in parts:
+            part.is_whole = True
 
-    def release(self, block: Block) -> None:
+        def run() -> None:
+            self.collectives.met(op)
+            for part in parts:
+                whole = _bytes(part)
+                if self._poison:
+                    self._spoil(part)
+                self.collectives.gather(whole, whole.view(part.own.ranks, -1)[part.own.rank])
+
+        return run
+
+    def release(self, block: Block) -> Callable[[], None]:
         """RELEASE: gives the memory of the other ranks' slices back."""
         for part in block.parts:
             part.is_whole = False
-            size = part.slice_elements * part.dtype.itemsize
-            begin = part.own.rank * size
-            if self._poison:
-                for outside in (_bytes(part)[:begin], _bytes(part)[begin + size :]):
-                    outside.view(part.dtype).fill_(torch.nan)
-            else:
+
+        def run() -> None:
+            for part in block.parts:
+                if self._poison:
+                    self._spoil(part)
+                    continue
+                size = part.slice_elements * part.dtype.itemsize
+                begin = part.own.rank * size
                 part.arena.drop(0, begin)
                 part.arena.drop(begin + size, (part.own.ranks - part.own.rank - 1) * size)
+
+        return run
+
+    def _spoil(self, part: Part) -> None:
+        """Fills the slices of other ranks with NaN."""
+        size = part.slice_elements * part.dtype.itemsize
+        begin, whole = part.own.rank * size, _bytes(part)
+        for outside in (whole[:begin], whole[begin + size :]):
+            outside.view(part.dtype).fill_(torch.nan)
 
     def share(self, block: Block) -> None:
         """Gives all ranks the first rank's weights of a block."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -152,10 +152,10 @@ class Updater:
                 found.append(PartWork(part, indices, steps, new or []))
         return found
 
-    def show_taken(self, block: Block) -> None:
-        """Tells hooks of this backward if they use gradients that updates have taken."""
+    def show_taken(self, block: Block, taken: Set[int]) -> None:
+        """Tells hooks of this backward if they use gradients that updates have, or are to have."""
         for part in block.parts:
-            self._taken.place(zip(part.names, part.params, strict=True), self._updated)
+            self._taken.place(zip(part.names, part.params, strict=True), taken)
 
     def backward_ends(self) -> None:
         """Parameters whose update has begun have no gradient again.
@@ -232,7 +232,7 @@ class Updater:
                 one.claim.used(tickets[-1] if tickets else None)
             if one.early is not None and not speculative:
                 one.early.updated(one.part, one.indices)
-            if not self.rules.keep_gradients and (self.device is None or on_device):
+            if not self.rules.keep_gradients and self.slices is None and (self.device is None or on_device):
                 for i in one.indices:
                     one.part.params[i].grad = None
         return tickets

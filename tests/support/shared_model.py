@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.lanes import EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -118,8 +119,10 @@ class Looks(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         blocks, follows = trainer.strategy.session.blocks, trainer.strategy.session.running.schedule is not None
-        followed = [ticket for op in trainer.strategy.session.running.lanes._ops for ticket in op.behind]
-        assert len(followed) <= len(trainer.strategy.session.running.lanes._ops), "an op follows its own, not all before it"
+        lanes = trainer.strategy.session.running.lanes
+        ops = [op for op in lanes._ops if isinstance(op, EngineOp)]
+        assert sum(len(op.behind) for op in ops) <= len(ops), "an op follows its own, not all before it"
+        lanes.drain()  # a RELEASE may be under way
         for part in [part for block in blocks for part in block.parts]:
             own = part.run.view(WORLD, -1)
             if follows and not part.block.spec.pinned and not part.is_whole:

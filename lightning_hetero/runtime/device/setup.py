@@ -24,7 +24,7 @@ class DeviceSide:
 def lanes_of(device: Device | None, arena_bytes: int, *, poison: bool) -> Lanes:
     """The lanes of one device; ``arena_bytes`` of a partitioned one are for weights and state."""
     if device is None:
-        return EngineLanes()
+        return EngineLanes(poison=poison)
     if isinstance(device, EmulatedDevice):
         return EmulatedLanes(device, poison=poison)
     return StreamLanes(

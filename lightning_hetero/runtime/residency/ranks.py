@@ -11,7 +11,7 @@ from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.slices import Slices
-from lightning_hetero.store.live.blocks import Block
+from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.units import format_bytes
 
 
@@ -23,7 +23,7 @@ class RanksResidency(HostResidency):
 
     def __init__(self, context: RunContext, slices: Slices) -> None:
         super().__init__(context)
-        self._slices = slices
+        self._slices, self._lanes = slices, context.run.lanes
 
     def is_away(self, block: Block) -> bool:
         """Whether the rank has only a slice of the block's weights between uses."""
@@ -45,7 +45,8 @@ class RanksResidency(HostResidency):
         super().begin_batch(training=training, whole=whole)
         for block in () if whole else self._blocks:
             if self.is_away(block) and not block.uses:
-                self._slices.release(block)
+                self._lanes.drain()
+                self._slices.release(block)()
 
     def unforeseen(self, block: Block) -> bool:
         """Brings the block's weights, so that the rest of the schedule does not hold."""
@@ -59,6 +60,11 @@ class RanksResidency(HostResidency):
         if self._strayed or not _is_whole(block):
             self.bring(block)
 
+    def settle(self, part: Part) -> None:
+        """Waits until the part's weights are final, and lane ``net`` is empty."""
+        self._lanes.drain()
+        super().settle(part)
+
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Makes weights whole, now; ``force`` exceeds the room for them."""
         for block in blocks:
@@ -67,7 +73,7 @@ class RanksResidency(HostResidency):
             if not _is_whole(block):
                 if not force:
                     self._make_room(block)
-                self._slices.gather(block)
+                self._slices.gather(block)()
         super().bring(*blocks, force=force)
 
     def _make_room(self, block: Block) -> None:
@@ -83,7 +89,7 @@ class RanksResidency(HostResidency):
         left = capacity - _num_bytes([block, *whole])
         for victim in sorted(whole, key=lambda b: (b.index - block.index) % len(self._blocks), reverse=True):
             if left < 0 and not victim.uses:
-                self._slices.release(victim)
+                self._slices.release(victim)()
                 left += _num_bytes([victim])
         if left < 0:
             raise OutOfMemoryBudgetError(
