@@ -78,8 +78,13 @@ class UpdateMoves:
         if self._signature.updates is not Updates.NONE:
             self._weights.outdate(block)
         if self._activations is not None and placed.on_cpu:
-            self._grad(block)
-        if self._may_update(placed) and not (self._speculates and index > self._last_stop):
+            self._grad(index, block)
+        if self._ranks == 1:
+            self._update_early(index, block)
+
+    def _update_early(self, index: int, block: int) -> None:
+        """Issues the block's update before the verdict, if it may run then."""
+        if self._may_update(self._placed[block]) and not (self._speculates and index > self._last_stop):
             self._update(index, block)
 
     def _may_update(self, placed: PlacedBlock) -> bool:
@@ -89,7 +94,11 @@ class UpdateMoves:
         return self._in_backward and (self._activations is not None or placed.on_cpu)
 
     def backward_begins(self, index: int) -> Iterator[int]:
-        """Fetches state of coming updates. Yields ops whose memory the new gradients take over."""
+        """Fetches state of coming updates. Yields ops whose memory the new gradients take over.
+
+        On several ranks these are REDUCEs, after which all ranks know whether backward may still
+        change the gradients on any of them. So the update is issued then.
+        """
         if (self._in_backward or self._speculates) and self._plan.update_order is UpdateOrder.OVERLAPPED:
             self._open_ahead(index)
         depth = self._plan.gradient_depth
@@ -99,9 +108,11 @@ class UpdateMoves:
             latest = reversed(self._updated.values())  # the oldest gradients must be used up
             yield from islice(latest, depth - 1, depth)
         elif len(self._grads) >= DEVICE_GRADIENTS:
-            grad, _, over = self._grads[-DEVICE_GRADIENTS]
+            grad, block, over = self._grads[-DEVICE_GRADIENTS]
             if over is not None:
                 self._renew(over)  # its update is over after this GRAD
+            if self._ranks > 1 and block not in self._updated:
+                self._update_early(index, block)
             yield grad
 
     def verdict(self, index: int) -> None:
@@ -116,6 +127,9 @@ class UpdateMoves:
         if self._ranks > 1 and self._signature.updates is not Updates.IN_BACKWARD:
             self._verdict = (self._agree(),)
         again = self._speculates and self._signature.updates is Updates.REDONE
+        for _, block, _ in self._grads if self._ranks > 1 else ():  # those that have waited for their REDUCE
+            if block not in self._updated:
+                self._update_early(index, block)
         if not self._plan.priority and not again:
             for block in self._updated:
                 self._renew(block)
@@ -142,9 +156,11 @@ class UpdateMoves:
         if device is not None and self._placed[block].renewed and block not in device.held:
             self._weights.renew(device, block)
 
-    def _grad(self, block: int) -> None:
+    def _grad(self, index: int, block: int) -> None:
         depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes * self._ranks
         over = self._grads[-depth][1] if self._in_backward and len(self._grads) >= depth else None
+        if over is not None and over not in self._updated:
+            self._update(index, over)
         after = () if over is None else (self._updated[over],)
         carried: tuple[Carried, ...] = ()
         (kind, lane), *rest = self._hops

@@ -262,7 +262,7 @@ def _with_gathers_that_wait_for_nothing(schedule: Schedule) -> Schedule:
     ("broken", "said"),
     [
         (_without_agreement, "writes over a step that other ranks may need"),
-        (_with_gathers_that_wait_for_nothing, "gathers slices of versions|while it is used"),
+        (_with_gathers_that_wait_for_nothing, "gathers slices of versions|while it is (used|written)|nothing to upload"),
     ],
 )
 def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule], said: str) -> None:
@@ -282,7 +282,7 @@ def test_ranks_with_different_plans_do_not_meet() -> None:
     others = replace(case, plan=replace(case.plan, prefetch_depth=1)).lower()
     with pytest.raises(AssertionError, match=r"ranks meet in|wait for each other"):
         _run_often(case, [schedules, others])
-    with pytest.raises(ScheduleError, match=r"collective 6 of the step is GATHER .* on rank 0 and REDUCE"):
+    with pytest.raises(ScheduleError, match=r"collective 5 of the step is GATHER .* on rank 0 and REDUCE"):
         same_order([schedules[0], others[0]])
 
 
