@@ -50,15 +50,17 @@ class _Ranks:
 
     def __init__(self, run: OffloadRun) -> None:
         self._run = run
+        self._has_trained = False  # in the batch before this one
 
     def rules(self, rules: StepRules) -> StepRules:
         """Updates that wait for the verdict do not begin before it: they could not be undone."""
         return replace(rules, speculates=False)
 
     def batch_begins(self, *, training: bool) -> None:
-        """All ranks have the first one's buffers as they train a batch."""
-        if training:
+        """All ranks have the first one's buffers in a training batch and after it, as in DDP."""
+        if training or self._has_trained:
             share_buffers(self._run)
+        self._has_trained = training
 
     def gradients_computed(self) -> None:
         """Nothing: REDUCEs are ops of the step."""
