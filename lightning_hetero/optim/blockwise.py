@@ -93,9 +93,19 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__  # torch's wrapper runs the step hooks; they belong to the whole step
-    with _restricted(optimizer, params), torch.no_grad():
+    with _restricted(optimizer, params), _unscaled(optimizer), torch.no_grad():
         function(optimizer)
     torch.autograd.graph.increment_version(params)  # torch's fused optimizers do not; mirrors depend on these counters
+
+
+@contextmanager
+def _unscaled(optimizer: Optimizer) -> Iterator[None]:
+    """Hides the loss's scale, which a ``GradScaler`` gives: gradients are divided by it already."""
+    given = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+    try:
+        yield
+    finally:
+        vars(optimizer).update(given)
 
 
 @contextmanager
