@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ _REFUSED = {
     "LBFGS": "it re-evaluates the closure and couples all parameters",
     "SparseAdam": "it needs sparse gradients",
 }
+
+# Torch's own classes whose updates are by element. A class that derives from one may do anything.
+_BY_ELEMENT = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
+BY_ELEMENT = ", ".join(kind.__name__ for kind in _BY_ELEMENT)
+_OF_SCALER = ("grad_scale", "found_inf")  # what a GradScaler sets for fused optimizers
+COUNTS = frozenset({"step", "mu", "eta", "mu_product"})  # of their state: one number for all elements
 
 
 def check_supported(optimizer: Optimizer) -> None:
@@ -80,7 +90,12 @@ def is_blockwise(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim") or bool(getattr(optimizer, "hetero_blockwise", False))
 
 
-def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+def is_by_element(optimizer: Optimizer) -> bool:
+    """Whether each element's update is known to depend on its own gradient and state alone."""
+    return type(optimizer) in _BY_ELEMENT
+
+
+def step(optimizer: Optimizer, params: Sequence[nn.Parameter], pieces: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
     """Runs the optimizer's own ``step`` for some of its parameters and hides the others.
 
     16-bit parameters are updated through fp32 masters kept in
@@ -89,11 +104,12 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
     Args:
         optimizer: The user's optimizer.
         params: Parameters with weights, gradients and state in memory.
+        pieces: Weights and gradients to take instead of theirs, whose state they have.
     """
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__  # torch's wrapper runs the step hooks; they belong to the whole step
-    with _restricted(optimizer, params), _unscaled(optimizer), torch.no_grad():
+    with _restricted(optimizer, params, pieces), _unscaled(optimizer), torch.no_grad():
         function(optimizer)
     torch.autograd.graph.increment_version(params)  # torch's fused optimizers do not; mirrors depend on these counters
 
@@ -101,7 +117,7 @@ def step(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 @contextmanager
 def _unscaled(optimizer: Optimizer) -> Iterator[None]:
     """Hides the loss's scale, which a ``GradScaler`` gives: gradients are divided by it already."""
-    given = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+    given: dict[str, Any] = {name: vars(optimizer).pop(name) for name in _OF_SCALER if name in vars(optimizer)}
     try:
         yield
     finally:
@@ -109,37 +125,43 @@ def _unscaled(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def _restricted(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Narrows ``param_groups`` to ``params``, with fp32 stand-ins for the 16-bit ones."""
+def _restricted(
+    optimizer: Optimizer, params: Sequence[nn.Parameter], pieces: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[None]:  # fmt: skip
+    """Narrows ``param_groups`` to ``params``: stand-ins for pieces, and fp32 ones for 16 bits."""
     wanted = {id(p): p for p in params}
-    stand_ins: dict[int, nn.Parameter] = {}
-    for param in params:
-        if param.dtype in MASTERED:
-            stand_ins[id(param)] = _stand_in(optimizer, param)
+    stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}  # and the weights that each stands for
+    for param, piece in zip_longest(params, pieces):
+        weights, grad = piece or (param.detach(), param.grad)
+        if piece is not None or param.dtype in MASTERED:
+            stand_ins[id(param)] = _stand_in(optimizer, param, weights, grad), weights
     groups = [g["params"] for g in optimizer.param_groups]
     try:
         for group in optimizer.param_groups:
-            group["params"] = [stand_ins.get(id(p), p) for p in group["params"] if id(p) in wanted]
+            mine = [p for p in group["params"] if id(p) in wanted]
+            group["params"] = [stand_ins[id(p)][0] if id(p) in stand_ins else p for p in mine]
         yield
     finally:
         for group, full in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = full
-        for key, master in stand_ins.items():
-            state: dict[str, Any] = optimizer.state.pop(master, {})
-            state[MASTER] = master.detach()
-            optimizer.state[wanted[key]] = state
-            with torch.no_grad():
-                wanted[key].copy_(master)
+        for key, (stand_in, weights) in stand_ins.items():
+            state: dict[str, Any] = optimizer.state.pop(stand_in, {})
+            if weights.dtype in MASTERED:
+                state[MASTER] = stand_in.detach()
+                weights.copy_(stand_in.detach())
+            if state:
+                optimizer.state[wanted[key]] = state
 
 
-def _stand_in(optimizer: Optimizer, param: nn.Parameter) -> nn.Parameter:
+def _stand_in(optimizer: Optimizer, param: nn.Parameter, weights: Tensor, grad: Tensor | None) -> nn.Parameter:
     state = dict(optimizer.state.pop(param, {}))
-    master = state.pop(MASTER, None)
-    weights = param.detach().float() if master is None else master
-    if master is None:  # state was made, or loaded, for 16-bit weights
-        state = {k: v.float() if type(v) is Tensor and v.dtype == param.dtype else v for k, v in state.items()}
-    stand_in = nn.Parameter(weights, requires_grad=True)
-    stand_in.grad = None if param.grad is None else param.grad.float()
+    if param.dtype in MASTERED:
+        master = state.pop(MASTER, None)
+        if master is None:  # state was made, or loaded, for 16-bit weights
+            state = {k: v.float() if type(v) is Tensor and v.dtype == param.dtype else v for k, v in state.items()}
+        weights, grad = weights.float() if master is None else master, None if grad is None else grad.float()
+    stand_in = nn.Parameter(weights)
+    stand_in.grad = grad
     if state:
         optimizer.state[stand_in] = state
     return stand_in

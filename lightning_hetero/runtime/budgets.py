@@ -19,7 +19,7 @@ from lightning_hetero.runtime.model_setup import ModelSetup
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer
-from lightning_hetero.runtime.slice_reads import KeptState
+from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import ALIGNMENT_BYTES
@@ -57,7 +57,7 @@ class Budgets:
         self.steps = KeptSteps([], [], options, wanted=False)  # keeps the steps of a fit
         self.rules = StepRules()  # how the training loop uses gradients
         self._started = False
-        self.kept_state: KeptState | None = None  # of one of several ranks, after the fit
+        self.kept_state: SliceReads | None = None  # of one of several ranks, after the fit
 
     def _one_process_only(self, what: str) -> None:
         """Refuses ``what`` in the fit of a model that several ranks share."""

@@ -450,7 +450,7 @@ class Handlers:
         """UPDATE by the optimizer's own code."""
         with self._residency.at_hand(block):
             tickets = due()
-        if tickets:
+        if tickets or self._slices is not None:
             self._residency.parameters.hide(block)
             self._latest[block.index] = tickets
         return tickets

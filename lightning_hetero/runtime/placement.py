@@ -285,10 +285,15 @@ class Placer:
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
             foreign = [b for b in owners if b.capability is not Rule.NATIVE]
-            if foreign and self._ranks > 1:
+            if self._ranks > 1 and (other := next((b for b in foreign if not blockwise.is_by_element(b.optimizer)), None)):
                 raise UnsupportedError(
-                    f"optimizer {type(foreign[0].optimizer).__name__} of block {block.name!r}, whose parameters {self._ranks} "
-                    f"ranks share: each updates its slice of them. Allowed: torch.optim.Adam or AdamW without amsgrad."
+                    f"optimizer {type(other.optimizer).__name__} of block {block.name!r}, whose parameters {self._ranks} ranks "
+                    f"share: each updates its slice of them. Allowed: {blockwise.BY_ELEMENT} of torch.optim."
+                )
+            if self._ranks > 1 and foreign and Tier.DISK in (placed.weights, placed.state):
+                raise UnsupportedError(
+                    f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {type(foreign[0].optimizer).__name__} "
+                    f'updates slices by its own code, in memory. Use plan="host", or torch.optim.Adam or AdamW without amsgrad.'
                 )
             if self._ranks > 1 and not RANKS.allows(placed):
                 raise UnsupportedError(
@@ -341,7 +346,7 @@ class Placer:
         pairs, members = zip(self._blocks, plan.blocks, strict=True), {id(p) for p in binding.params()}  # they may train later
         mine = [p for b, p in pairs if any(id(q) in members for q in b.params())]
         on_disk = any(Tier.DISK in (p.weights, p.state) for p in mine)  # never on a device with memory of its own: checked
-        as_ever = not on_disk and not (self._options.wants_steps and self._options.device is None)
+        as_ever = not on_disk and not (self._options.wants_steps and self._options.device is None) and self._ranks == 1
         return Rule.WHOLE if binding.capability is Rule.BLOCKWISE and as_ever else binding.capability
 
     def _may_speculate(self, plan: Plan, by: Sequence[Rule]) -> bool:

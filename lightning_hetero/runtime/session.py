@@ -43,7 +43,6 @@ from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
-from lightning_hetero.runtime.slice_reads import KeptState
 from lightning_hetero.runtime.slices import slices_of
 from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
@@ -527,8 +526,9 @@ class Session(Budgets):
         self.executor.residency.bring(*(b for b in self.blocks if self._started or self._setup.had_memory(b)), force=True)
         for block in self.blocks:
             self._setup.restore(block)
-        if self.options.collectives is not None:
-            self.kept_state = KeptState(self.options.collectives, self.bindings)
+        if self.executor.slices is not None:
+            self.kept_state = self.executor.slices.reads
+            self.kept_state.detach(self.bindings)
         for binding in self.bindings:
             binding.unbind(read=self.options.collectives is None)
         self._close()

@@ -6,13 +6,14 @@ it, on the first rank. So that rank asks for one tensor at a time, and the other
 of it until it has ended. A tensor is whole on the first rank alone, and nothing else has to be in
 memory: each piece arrives where it belongs in the tensor.
 
-After a fit each rank keeps its slices of optimizer state in memory, for a checkpoint that is saved
-then (:class:`KeptState`).
+[Note: Held pieces]
+State that the engine does not have is held here: that of optimizers that run by their own code, and
+after a fit all of it. Each rank holds its piece of a tensor, and the optimizer has a handle of the
+whole. All ranks make the same handles in the same order, so a number names one on all of them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,14 +34,110 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
 
 _READ, _ENDED, _FAILED = range(3)
+_HELD = -2  # in the place of an array of a part
 
 
-class _SliceReads(ABC):
-    """One rank's side of reading whole tensors."""
+@dataclass(eq=False, slots=True)
+class Held:
+    """A tensor of which this rank holds a piece: the source of the handle of the whole.
+
+    Attributes:
+        home: Reads it.
+        number: The same on all ranks.
+        name: The parameter's name and the key of the state.
+        shape: Of the whole.
+        stride: Of the whole.
+        spans: What each rank has of it in memory order: its first element, and how many.
+        piece: This rank's piece, flat.
+    """
+
+    home: SliceReads
+    number: int
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    piece: Tensor
+    address = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the whole."""
+        return self.piece.dtype
+
+    def read(self) -> Tensor:
+        """The whole; see :meth:`SliceReads.by_first`."""
+        return self.home.read(self)
+
+    def write(self, value: Tensor) -> None:
+        """Refuses: it would have to come to all ranks.
+
+        Raises:
+            OffloadedAccessError: Always.
+        """
+        raise OffloadedAccessError(
+            f"{self.name!r} is spread over {len(self.spans)} ranks, and cannot be written. Give the optimizer another state on all "
+            f"ranks, with load_state_dict()."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where weights and the engine's state are during a fit."""
+
+    store: TierStore
+    parts: list[Part]  # all ranks have the same in the same order
+    settle: Callable[[Part], None]  # waits until a part's weights are final
+
+
+class SliceReads:
+    """One rank's side of reading whole tensors, during a fit and after it.
+
+    Args:
+        collectives: Those of the ranks that share the model.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._answered = False  # the other ranks answer
+        self._held: list[Held] = []
+        self._place: _Place | None = None
+
+    def attach(self, store: TierStore, blocks: Sequence[Block], settle: Callable[[Part], None]) -> None:
+        """A fit begins.
+
+        Args:
+            store: The rank's slices of state.
+            blocks: The model.
+            settle: Waits until a part's weights are final.
+        """
+        self._place = _Place(store, [part for block in blocks for part in block.parts], settle)
+
+    def detach(self, bindings: Sequence[OptimizerBinding]) -> None:
+        """The fit is over, and no update is under way: holds the state that the engine has."""
+        for binding in bindings:
+            for param in binding.params():
+                state = binding.optimizer.state.get(param, {})
+                for name in adam.state_names(param.dtype):
+                    handle = state.get(name)
+                    if isinstance(handle, OffloadedTensor) and isinstance(source := handle.source, StateSource):
+                        state[name] = self.hold(source.part, source.index, name, source.take_piece())
+        self._place = None
+
+    def hold(self, part: Part, index: int, key: str, piece: Tensor) -> OffloadedTensor:
+        """A handle of state with the shape of a parameter; all ranks make it.
+
+        Args:
+            part: The parameter's part.
+            index: Its position in it.
+            key: The name of the state.
+            piece: What this rank has of it, flat.
+        """
+        layout = part.layouts[index]
+        name, spans = f"{part.names[index]}.{key}", tuple(part.spans(index))
+        held = Held(self, len(self._held), name, layout.shape, layout.stride, spans, piece)
+        self._held.append(held)
+        return OffloadedTensor(held, stride=layout.stride)
 
     @contextmanager
     def by_first(self) -> Iterator[None]:
@@ -57,6 +154,8 @@ class _SliceReads(ABC):
             yield
             return
         self._answered = True
+        if self._place is not None:
+            self._place.store.read_spread = self._read_part
         try:
             yield
         except BaseException:
@@ -65,11 +164,39 @@ class _SliceReads(ABC):
             raise
         finally:
             self._answered = False
+            if self._place is not None:
+                self._place.store.read_spread = None
         self._tell(_ENDED)
 
-    @abstractmethod
+    def read(self, held: Held) -> Tensor:
+        """A whole tensor.
+
+        Raises:
+            OffloadedAccessError: No checkpoint is being saved.
+        """
+        if not self._answered:
+            raise OffloadedAccessError(
+                f"{held.name!r} is spread over {self._collectives.ranks} ranks. It can be saved: all ranks call "
+                f"trainer.save_checkpoint(path)."
+            )
+        return self._read((held.number, _HELD, 0), held.spans, held.dtype).as_strided(held.shape, held.stride)
+
+    def _read_part(self, part: Part, array: int, index: int) -> Tensor:
+        """What ``TierStore.read_spread`` reads."""
+        assert self._place is not None, "it is set during a fit"
+        dtype = part.dtype if array == WEIGHTS else torch.float32
+        return self._read((self._place.parts.index(part), array, index), part.spans(index), dtype)
+
     def _own(self, number: int, array: int, index: int) -> Tensor:
         """What this rank has of a tensor, flat."""
+        if array == _HELD:
+            return self._held[number].piece
+        assert self._place is not None, "the first rank asks for it during a fit"
+        part = self._place.parts[number]
+        if array == WEIGHTS:
+            self._place.settle(part)
+            return part.own_weights(index)
+        return self._place.store.read_piece(part, array, index)
 
     def _read(self, key: tuple[int, int, int], spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
         """A tensor, flat; ``spans``: the first element that each rank has, and how many."""
@@ -96,98 +223,3 @@ class _SliceReads(ABC):
 
     def _tell(self, what: int, number: int = 0, array: int = 0, index: int = 0) -> None:
         self._collectives.broadcast(torch.tensor([what, number, array, index]))
-
-
-class SliceReads(_SliceReads):
-    """Reads weights and state while a session has them.
-
-    Args:
-        collectives: Those of the ranks that share the model.
-        store: The rank's slices of state.
-        blocks: The model; all ranks have the same parts in the same order.
-        settle: Waits until a part's weights are final.
-    """
-
-    def __init__(self, collectives: Collectives, store: TierStore, blocks: Sequence[Block], settle: Callable[[Part], None]) -> None:
-        super().__init__(collectives)
-        self._store, self._settle = store, settle
-        self._parts = [part for block in blocks for part in block.parts]
-        self._numbers = {part: number for number, part in enumerate(self._parts)}
-
-    @contextmanager
-    def by_first(self) -> Iterator[None]:
-        """See the base class."""
-        with super().by_first():
-            self._store.read_spread = self._read_part if self._answered else None
-            try:
-                yield
-            finally:
-                self._store.read_spread = None
-
-    def _read_part(self, part: Part, array: int, index: int) -> Tensor:
-        return self._read((self._numbers[part], array, index), part.spans(index), part.dtype if array == WEIGHTS else torch.float32)
-
-    def _own(self, number: int, array: int, index: int) -> Tensor:
-        part = self._parts[number]
-        if array == WEIGHTS:
-            self._settle(part)
-            return part.own_weights(index)
-        return self._store.read_piece(part, array, index)
-
-
-class KeptState(_SliceReads):
-    """The rank's slices of optimizer state after a fit; no update is under way when it is made.
-
-    From then on the optimizers have handles of these.
-    """
-
-    def __init__(self, collectives: Collectives, bindings: Sequence[OptimizerBinding]) -> None:
-        super().__init__(collectives)
-        self._pieces: list[Tensor] = []
-        for binding in bindings:
-            for param in binding.params():
-                state = binding.optimizer.state.get(param, {})
-                for name in adam.state_names(param.dtype):
-                    handle = state.get(name)
-                    if isinstance(handle, OffloadedTensor) and isinstance(handle.source, StateSource):
-                        source = handle.source
-                        spans, stride = tuple(source.part.spans(source.index)), tuple(handle.stride())
-                        kept = _Kept(self, len(self._pieces), source.name, source.shape, stride, spans)
-                        self._pieces.append(source.take_piece())
-                        state[name] = OffloadedTensor(kept, stride=stride)
-
-    def read(self, kept: _Kept) -> Tensor:
-        """A whole tensor.
-
-        Raises:
-            OffloadedAccessError: No checkpoint is being saved.
-        """
-        if not self._answered:
-            raise OffloadedAccessError(
-                f"{kept.name!r} is spread over {self._collectives.ranks} ranks. It can be saved: all ranks call "
-                f"trainer.save_checkpoint(path)."
-            )
-        return self._read((kept.number, 0, 0), kept.spans, kept.dtype).as_strided(kept.shape, kept.stride)
-
-    def _own(self, number: int, array: int, index: int) -> Tensor:
-        return self._pieces[number]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The source of a handle of state of which this rank has kept a slice."""
-
-    home: KeptState
-    number: int
-    name: str
-    shape: torch.Size
-    stride: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
-    dtype = torch.float32
-    address = None
-
-    def read(self) -> Tensor:
-        return self.home.read(self)
-
-    def write(self, value: Tensor) -> None:
-        raise OffloadedAccessError(f"{self.name!r} is what the fit has left, and can be saved alone.")

@@ -23,6 +23,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.slice_gradients import SliceGradients
+from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.raw_memory import tensor_at
 
@@ -41,7 +42,7 @@ class Slices:
 
     def __init__(self, collectives: Collectives, *, poison: bool = False) -> None:
         self.collectives, self._poison = collectives, poison
-        self.gradients = SliceGradients(collectives)
+        self.gradients, self.reads = SliceGradients(collectives), SliceReads(collectives)
 
     def gather(self, block: Block) -> Callable[[], None]:
         """GATHER: brings the slices of all other ranks into the block's memory."""

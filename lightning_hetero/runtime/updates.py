@@ -13,6 +13,7 @@ from lightning_hetero._native import Hyper, Ticket
 from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.optim import adam, blockwise
+from lightning_hetero.runtime import slice_steps
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense, grads_of
 from lightning_hetero.runtime.early_changes import ReadEarly
@@ -223,7 +224,7 @@ class Updater:
                     bring_back(one.part)
             grads = self._gradients(one, clip=due.clip)
             if due.binding.rule is not Rule.NATIVE:
-                tickets += self._update_in_python(due, one)
+                tickets += self._update_in_python(due, one, grads)
             elif self.device is not None and on_device:
                 self.device.updates.update(one.part, list(zip(one.indices, one.numbers, grads, strict=True)), scale=due.scale)
             else:
@@ -332,12 +333,16 @@ class Updater:
             self.device.weights.outdate(part)
         return [ticket]
 
-    def _update_in_python(self, due: DueUpdate, one: DuePart) -> list[Ticket]:
+    def _update_in_python(self, due: DueUpdate, one: DuePart, grads: list[Tensor]) -> list[Ticket]:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer
         for ticket in writes_of(part):  # mirrors read the memory that the optimizer writes now
             ticket.wait()
         if due.scale != 1.0:
-            torch._foreach_mul_([p.grad for p in params if p.grad is not None], due.scale)
+            torch._foreach_mul_(grads, due.scale)
+        if self.slices is not None:
+            part.is_whole = False
+            slice_steps.step(optimizer, part, one.indices, grads, self.slices.reads)
+            return []
         self.blobs.load(part, optimizer)
         blockwise.step(optimizer, params)
         if due.block.plan.state is Tier.DISK:

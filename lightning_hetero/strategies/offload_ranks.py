@@ -22,7 +22,7 @@ from torch import nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import StepRules
-from lightning_hetero.runtime.slice_reads import KeptState, SliceReads
+from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 else:
     _Base = Offloading
 
-_PRECISIONS = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Ranks:
@@ -75,7 +75,7 @@ class HeteroOffloadRanks(_Base):
     """
 
     strategy_name = "hetero_offload"
-    _kept: KeptState | None = None  # after a fit
+    _kept: SliceReads | None = None  # after a fit
 
     def _configure_launcher(self) -> None:
         """Makes the launcher, unless something is asked for that several ranks do not have.
@@ -132,8 +132,6 @@ class HeteroOffloadRanks(_Base):
             raise self._refusal(f"precision={precision!r}", f"Allowed: {', '.join(map(repr, _PRECISIONS))}.")
 
     def _check_fit(self, trainer: pl.Trainer) -> None:
-        if not self.run.module.automatic_optimization:
-            raise self._refusal("manual optimization", "Use automatic optimization.")
         kinds = lightning_of(trainer).module("callbacks")
         averaging = (kinds.WeightAveraging, kinds.StochasticWeightAveraging)
         if found := next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, averaging)), None):
@@ -155,7 +153,7 @@ class HeteroOffloadRanks(_Base):
         """Places this rank's slices of the first rank's weights."""
         self._kept = None
         if why := _unshared(self.run.module):
-            raise self._refusal(why, "Allowed: weights of torch.float32, float16 and bfloat16.")
+            raise self._refusal(why, "Allowed: weights of torch.float64, float32, float16 and bfloat16.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
@@ -180,11 +178,10 @@ class HeteroOffloadRanks(_Base):
         with nullcontext() if reads is None else reads.by_first():
             Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
 
-    def _reads(self) -> SliceReads | KeptState | None:
-        collectives, session = self.run.options.collectives, self.session
-        if session is None or collectives is None:  # after the fit, or before the ranks are connected
-            return self._kept
-        return SliceReads(collectives, session.running.store, session.blocks, session.running.residency.settle)
+    def _reads(self) -> SliceReads | None:
+        session = self.session
+        slices = None if session is None else session.running.slices
+        return self._kept if slices is None else slices.reads  # after the fit, or before the ranks are connected
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
         """Loads a checkpoint file; each rank takes its slices of it.

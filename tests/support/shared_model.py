@@ -105,14 +105,15 @@ class Model(pl.LightningModule):
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.log("validated", self.loss(batch, index), sync_dist=True)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
         others = [p for p in self.parameters() if p.dim() < 2]
         options = dict(self.options)
         kind = options.pop("optimizer")
         fused = {"fused": True} if kind in (torch.optim.Adam, torch.optim.AdamW) else {}
         make = partial(kind, **{**fused, **options})
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+        decay = {} if kind is torch.optim.Rprop else {"weight_decay": 0.1}  # which has none
+        groups = [{"params": decayed, **decay}, {"params": others}]
         return MasterWeightOptimizer(groups, make) if self.has_masters else make(groups)
 
 
@@ -151,10 +152,10 @@ def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
     )
 
 
-def model(kind: str = "", seed: int = 5, **options: Any) -> Model:
+def model(kind: str = "", seed: int = 5, cls: Any = Model, **options: Any) -> Any:
     """A model; other seeds give other weights."""
     torch.manual_seed(seed)
-    return Model(kind, **options)
+    return cls(kind, **options)
 
 
 def batches(rank: int = RANK) -> DataLoader[Tensor]:
@@ -171,7 +172,8 @@ def reference(
     plain = model(kind, **options).to(dtype)
     plain.has_masters = dtype in MASTERED
     plain.offset.zero_()  # the first rank's
-    optimizer = plain.configure_optimizers()
+    made = plain.configure_optimizers()
+    optimizer, *others = made if isinstance(made, list) else [made]
     if begin is not None:
         plain.load_state_dict(begin["state_dict"])
         optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
@@ -195,24 +197,27 @@ def reference(
             continue
         for param in plain.parameters():
             param.grad = kept.get(param)
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        if scaler is not None and clip is not None:
-            scaler.unscale_(optimizer)
-        if clip is not None and by_value:
-            torch.nn.utils.clip_grad_value_(given, clip)
-        elif clip is not None:
-            norms = [
-                torch.tensor(math.sqrt(float(p.grad.double().square().sum())), dtype=dtype) for p in given if p.grad is not None
-            ]
-            torch.nn.utils.clip_grads_with_norm_(given, clip, torch.stack(norms).norm())
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        for one in (optimizer, *others):
+            _clip_and_step(one, clip, by_value, scaler)
         kept.clear()
     plain.__dict__["made"] = optimizer
     return plain
+
+
+def _clip_and_step(optimizer: Any, clip: float | None, by_value: bool, scaler: torch.amp.GradScaler | None) -> None:
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scaler is not None and clip is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None and by_value:
+        torch.nn.utils.clip_grad_value_(given, clip)
+    elif clip is not None:
+        norms = [torch.tensor(math.sqrt(float(p.grad.double().square().sum())), dtype=p.dtype) for p in given]
+        torch.nn.utils.clip_grads_with_norm_(given, clip, torch.stack(norms).norm())
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def same(got: Model, wanted: Model) -> None:

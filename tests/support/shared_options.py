@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from support.shared_model import RANK, batches, model, reference, run_scenarios, same, trainer
+from support.several import Together
+from support.shared_model import RANK, STEPS, WORLD, Model, batches, model, reference, run_scenarios, same, trainer
 
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -25,12 +26,13 @@ def trains_16_bit_weights(out: Path) -> None:
         ("bf16-true", "", 1, None), ("bf16-true", "rare tied", 2, 0.3),
         ("16-true", "frozen", 1, 0.3), ("16-true", "skips", 1, None),
     ]  # fmt: skip
-    for precision, kind, accumulate, clip in cases:
-        shared = model(kind, seed=5 + RANK)
+    sgd = {"optimizer": torch.optim.SGD, "momentum": 0.9}
+    for (precision, kind, accumulate, clip), options in [*((case, {}) for case in cases), (cases[1], sgd)]:
+        shared = model(kind, seed=5 + RANK, **options)
         flags = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
         trainer(out, **flags).fit(shared, batches())
         assert next(shared.parameters()).dtype is _TRUE[precision]
-        same(shared, reference(kind, accumulate, clip, dtype=_TRUE[precision]))
+        same(shared, reference(kind, accumulate, clip, dtype=_TRUE[precision], **options))
 
 
 def _states(run: Any, path: Path) -> Any:
@@ -39,8 +41,8 @@ def _states(run: Any, path: Path) -> Any:
 
 
 def _same_states(got: Any, wanted: Any) -> None:
-    wanted = {key: state for key, state in wanted.items() if len(state) > 1}  # of frozen weights the reference has masters
-    assert got.keys() == wanted.keys()
+    wanted = {key: state for key, state in wanted.items() if set(state) != {"master_param"}}  # of frozen weights
+    assert got.keys() == wanted.keys(), set(got) ^ set(wanted)
     for key, state in wanted.items():
         assert got[key].keys() == state.keys(), (key, got[key].keys(), state.keys())
         for name, value in state.items():
@@ -68,15 +70,101 @@ def goes_on_with_16_bit_weights(out: Path) -> None:
         same(again, reference("frozen", dtype=torch.bfloat16, begin=begin))
 
 
+_BY_ELEMENT = [
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}), (torch.optim.Adadelta, {}), (torch.optim.Adagrad, {}),
+    (torch.optim.Adamax, {}), (torch.optim.ASGD, {"t0": 1.0}), (torch.optim.NAdam, {}), (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}), (torch.optim.Rprop, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+]  # fmt: skip
+
+
+def updates_by_element(out: Path) -> None:
+    """Optimizers that update elements one by one run on slices by their own code; their state is
+    whole in checkpoints, from which training goes on.
+    """
+    for number, (kind, options) in enumerate(_BY_ELEMENT):
+        options = {"optimizer": kind, "lr": 1e-2, **options}
+        words = "frozen tied" if number % 2 else "rare"
+        flags = {"gradient_clip_val": 0.3 if number % 3 else None, "accumulate_grad_batches": 1 + (number == 4)}
+        shared, path = model(words, seed=5 + RANK, **options), out / f"{kind.__name__}.ckpt"
+        run = trainer(out, **flags)
+        run.fit(shared, batches())
+        wanted = reference(words, flags["accumulate_grad_batches"], flags["gradient_clip_val"], **options)
+        same(shared, wanted)
+        states = _states(run, path)
+        _same_states(states[0]["state"], wanted.__dict__["made"].state_dict()["state"])
+        again = model(words, seed=9 + RANK, **options)
+        trainer(out, max_epochs=2, **flags).fit(again, batches(), ckpt_path=path)
+        clip, begin = flags["gradient_clip_val"], torch.load(path)
+        same(again, reference(words, flags["accumulate_grad_batches"], clip, begin=begin, **options))
+
+
+class Divided(Model):
+    """Two optimizers, one for matrices and one for the rest: by hand, or in one optimizer."""
+
+    def __init__(self, kind: str = "", **options: Any) -> None:
+        super().__init__(kind, **options)
+        self.automatic_optimization = "manual" not in self.kind
+
+    def configure_optimizers(self) -> Any:
+        params = list(self.parameters())
+        by_adam = torch.optim.AdamW([p for p in params if p.dim() > 1], lr=1e-2, fused=True)
+        by_sgd = torch.optim.SGD([p for p in params if p.dim() < 2], lr=1e-2, momentum=0.9)
+        return Together(by_adam, by_sgd) if self.automatic_optimization else [by_adam, by_sgd]
+
+    def training_step(self, batch: torch.Tensor, index: int) -> Any:
+        if self.automatic_optimization:
+            return super().training_step(batch, index)
+        loss = self.loss(batch, index)
+        self.losses.append(loss.item())
+        self.manual_backward(loss / 2)
+        for optimizer in self.optimizers() if index % 2 else ():
+            self.clip_gradients(optimizer, 0.3, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+
+def has_several_optimizers(out: Path) -> None:
+    """Optimizers in one optimizer, and two that step by hand every second batch."""
+    for kind in ("frozen", "manual", "manual frozen"):
+        shared = model(kind, seed=5 + RANK, cls=Divided)
+        automatic = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if kind == "frozen" else {}
+        trainer(out, **automatic).fit(shared, batches())
+        same(shared, reference(kind, 2, 0.3, cls=Divided))
+
+
+def has_64_bits(out: Path) -> None:
+    """In float64: ranks have the losses and weights of one process on the whole batch."""
+    shared = model(seed=5 + RANK)
+    trainer(out, precision="64-true", max_epochs=2).fit(shared, batches())
+    plain = model().double()
+    plain.offset.zero_()
+    optimizer, losses = plain.configure_optimizers(), []
+    for index in range(2 * STEPS):
+        rows = [list(batches(rank))[index % STEPS] for rank in range(WORLD)]
+        losses.append(plain.loss(torch.cat(rows), index))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    mine = torch.tensor(shared.losses, dtype=torch.float64)
+    torch.distributed.all_reduce(mine)
+    torch.testing.assert_close(mine / WORLD, torch.stack(losses).detach(), rtol=1e-10, atol=0)
+    for name, param in shared.named_parameters():
+        torch.testing.assert_close(param, dict(plain.named_parameters())[name], rtol=1e-10, atol=1e-12)
+
+
 def skips_steps_that_overflow(out: Path) -> None:
     """A loss that overflows on one rank lets all ranks skip the step, and lower the same scale."""
-    for options, clip in [({}, None), ({"fused": False}, 0.3)]:
+    sgd = {"optimizer": torch.optim.SGD, "momentum": 0.9}
+    fused = sgd | {"fused": True}
+    for options, given, clip in [({}, {}, None), ({"fused": False}, {}, 0.3), (sgd, sgd, 0.3), (fused, fused, None)]:
         make = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**12, growth_interval=2)
         scalers = [make(), make()]
         shared = model("overflows", **options)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scalers[0])
         trainer(out, plugins=[plugin], gradient_clip_val=clip).fit(shared, batches())
-        same(shared, reference("overflows", clip=clip, mixed=True, scaler=scalers[1]))
+        same(shared, reference("overflows", clip=clip, mixed=True, scaler=scalers[1], **given))
         scales = [scaler.get_scale() for scaler in scalers]
         assert scales == [2.0**12] * 2, scales
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Tier
@@ -24,6 +25,7 @@ class RanksResidency(HostResidency):
     def __init__(self, context: RunContext, slices: Slices) -> None:
         super().__init__(context)
         self._slices, self._lanes = slices, context.run.lanes
+        slices.reads.attach(context.run.store, self._blocks, self.settle)
 
     def is_away(self, block: Block) -> bool:
         """Whether the rank has only a slice of the block's weights between uses."""
@@ -97,6 +99,11 @@ class RanksResidency(HostResidency):
                 f"time leave too little of the {format_bytes(capacity)} for them. Use fewer blocks at a time, give the plan "
                 f"device_cache_bytes, or choose smaller blocks with block_cls."
             )
+
+    @contextmanager
+    def at_hand(self, block: Block) -> Iterator[None]:
+        """The rank has its slice, and updates nothing else."""
+        yield
 
     def shut(self, block: Block) -> None:
         """A use of the block ends; its parameters become handles."""
