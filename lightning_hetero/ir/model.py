@@ -77,6 +77,8 @@ class BlockShape:
         state_bytes: Bytes of its optimizer state (16-bit weights: fp32 master included).
         pinned: Whether its weights must stay in memory: parameters outside repeated blocks, tied
             weights, and trained parts of frozen blocks.
+        in_memory: Whether an optimizer updates it that reads and writes all weights and state at
+            once: neither may be on disk.
         activation_bytes: As in :class:`BlockProfile`; 0 if it is not known.
         boundary_bytes: The same.
         transient_bytes: The same.
@@ -93,6 +95,7 @@ class BlockShape:
     gradient_bytes: int
     state_bytes: int
     pinned: bool = False
+    in_memory: bool = False
     activation_bytes: int = 0
     boundary_bytes: int = 0
     transient_bytes: int = 0

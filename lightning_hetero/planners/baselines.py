@@ -37,9 +37,15 @@ def host(model: ModelShape) -> Plan:
 
 
 def disk(model: ModelShape) -> Plan:
-    """State and repeated blocks' weights on disk; other weights stay in host memory."""
+    """State and repeated blocks' weights on disk; other weights stay in host memory.
+
+    So does what an optimizer needs in memory, if other blocks can be on disk.
+    """
+    others = any(not b.pinned and not b.in_memory for b in model.blocks)
     rows = (
-        BlockPlan(name=b.name, weights=Tier.HOST if b.pinned else Tier.DISK, state=Tier.DISK if b.state_bytes else Tier.HOST)
+        BlockPlan(name=b.name)
+        if b.in_memory and others
+        else BlockPlan(name=b.name, weights=Tier.HOST if b.pinned else Tier.DISK, state=Tier.DISK if b.state_bytes else Tier.HOST)
         for b in model.blocks
     )
     return Plan(name="disk", blocks=tuple(rows))

@@ -157,7 +157,7 @@ class FitPlanning:
         compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
         flop = 3 * sum(b.forward_flop for b in model.blocks)
         speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
-        hardware = replace(
+        return replace(
             hardware,
             host_memory_bytes=memory,
             device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
@@ -166,9 +166,6 @@ class FitPlanning:
             unified_memory=session.options.is_unified,
             source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
         )
-        if any(binding.capability is Rule.WHOLE for binding in session.bindings):  # its state cannot live on disk
-            hardware = replace(hardware, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
-        return hardware
 
     def _on_top(self) -> int:
         """Bytes that planners count beyond the session's budget.
@@ -188,8 +185,22 @@ class FitPlanning:
         return max(differences)
 
     def _planned(self, room: HardwareProfile, planner: str) -> Plan:
-        """The planner's plan; only of activations if an optimizer runs its own code on a device."""
-        if room.shared_memory or all(binding.capability is Rule.NATIVE for binding in self.session.bindings):
+        """The planner's plan.
+
+        If an optimizer runs its own code on a device, only of activations. If one runs whole, what
+        it trains cannot be on disk, which planners do not know: they plan without the disk, and if
+        that does not fit, everything else is there.
+        """
+        capabilities = {binding.capability for binding in self.session.bindings}
+        if room.shared_memory and Rule.WHOLE in capabilities:
+            diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+            try:
+                return PLANNERS[planner](self.model, diskless, updates=self._updates)
+            except PlanError:
+                if not room.disk_capacity_bytes:
+                    raise
+                return BUILTIN_PLANS["disk"](self.session.running.model)
+        if room.shared_memory or capabilities <= {Rule.NATIVE}:
             return PLANNERS[planner](self.model, room, updates=self._updates)
         try:
             return PLANNERS["resident"](self.model, room, updates=self._updates)

@@ -115,6 +115,7 @@ class Placer:
                 gradient_bytes=self._gradient_bytes(block),
                 state_bytes=sum(p.slice_elements * _state_bytes(p, self.owners) for p in block.parts),
                 pinned=block.spec.pinned,
+                in_memory=any(self.owners[id(p)].capability is Rule.WHOLE for p in trainable),
                 in_place_bytes=sum(p.weight_bytes for p in block.parts if p.in_place is not None),
                 copied="; ".join(dict.fromkeys(p.copied for p in block.parts if p.copied and p.slots == 1 and p.in_place is None)),
             )
@@ -320,12 +321,9 @@ class Placer:
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:
         """Whether plan "disk" runs with these optimizers and needs less of the budget."""
-        everywhere = BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK)
-        plan = fitted(
-            Plan(name="disk", blocks=(everywhere,)).resolve(b.name for b in self.model.blocks),
-            self.model,
-            device=self.device_memory is not None,
-        )
+        tiers = [Tier.HOST if b.in_memory else Tier.DISK for b in self.model.blocks]
+        rows = (BlockPlan(name=b.name, weights=t, state=t) for b, t in zip(self.model.blocks, tiers, strict=True))
+        plan = fitted(Plan(name="disk", blocks=tuple(rows)), self.model, device=self.device_memory is not None)
         try:
             self.check_optimizers(plan)
         except UnsupportedError:

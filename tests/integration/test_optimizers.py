@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero import Tier
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.ir.plan import TRAINED
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]
@@ -202,6 +204,24 @@ def test_an_optimizer_that_couples_16_bit_weights_steps_once_on_a_device(tmp_pat
 def test_an_optimizer_from_elsewhere_is_refused_on_disk(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"SignDescent.hetero_blockwise = True"):
         run(Recipe(optimizer=SignDescent), HeteroOffloadStrategy(plan="disk"), tmp_path)
+
+
+@pytest.mark.parametrize("plan", ["disk", "auto", "protrain"])
+def test_what_it_does_not_train_streams_from_disk(plan: str, tmp_path: Path) -> None:
+    """As a frozen model below adapters, larger than memory."""
+    shape = Shape(layers=48, width=96, few=True)
+    recipe = Recipe(shape=shape, steps=5, optimizer=partial(NormalizedDescent, lr=1e-2))
+    strategy = HeteroOffloadStrategy(plan, host_memory="6MiB")
+    assert_same(run(recipe, strategy, tmp_path), run(recipe, "auto", tmp_path))
+    frozen = [b for b in strategy.plan.blocks if b.name.startswith("model.blocks") and not b.name.endswith(TRAINED)]
+    assert {b.weights for b in frozen} == {Tier.DISK}
+    assert Tier.DISK not in {tier for b in strategy.plan.blocks if b not in frozen for tier in (b.weights, b.state)}
+
+
+def test_less_memory_is_said_to_need_the_disk(tmp_path: Path) -> None:
+    recipe = Recipe(shape=Shape(layers=48, width=96, few=True), optimizer=partial(NormalizedDescent, lr=1e-2))
+    with pytest.raises(OutOfMemoryBudgetError, match=r'plan="disk"'):
+        run(recipe, HeteroOffloadStrategy("host", host_memory="6MiB"), tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["disk", "tight"])
