@@ -157,6 +157,7 @@ _PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "isa": (_I32, ()),
     "force_isa": (_I32, (_I32,)),
     "reserve": (_PTR, (_I64,)),
+    "map": (_I32, (_PTR, _I64, _I32, _I64, _I32)),
     "drop": (_I32, (_PTR, _I64)),
     "unreserve": (_I32, (_PTR, _I64)),
     "adam": (_I32, (_PTR, _PTR, _PTR, _PTR, _I32, _PTR, _I32, _I64, POINTER(CHyper), _F64, _I32)),

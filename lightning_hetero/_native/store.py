@@ -123,8 +123,36 @@ class Arena(Handle):
         """The first byte's address."""
         return self.pointer
 
+    def map(self, file: int, first: int, *, shared: bool, offset: int = 0, num_bytes: int | None = None) -> None:
+        """Puts pages of a file in the place of the memory, or of a range of it, whose content goes.
+
+        Args:
+            file: The file's descriptor.
+            first: The file's byte that comes to ``offset``; all are multiples of a page.
+            shared: Writes reach the file; else they stay in this process.
+            offset: The range's first byte.
+            num_bytes: Its length; ``None``: all that follows.
+
+        Raises:
+            StoreError: The system has refused.
+        """
+        check_range("offset", offset, low=0, high=self.num_bytes)
+        length = self.num_bytes - offset if num_bytes is None else num_bytes
+        check_range("num_bytes", length, low=0, high=self.num_bytes - offset)
+        check_range("first", first, low=0, high=_INT64_MAX)
+        if length:
+            check(functions()["map"](self.pointer + offset, length, file, first, shared))
+
+    def map_in_child(self, file: int, first: int) -> None:
+        """In a child of fork: maps all of a shared file's pages anew, so that writes stay there."""
+        if self._finalizer.alive and not self._owner.is_here:
+            check(functions()["map"](self._pointer, self.num_bytes, file, first, False))
+
     def drop(self, offset: int = 0, num_bytes: int | None = None) -> None:
-        """Gives whole pages inside a range back to the system; they read as zeros afterwards."""
+        """Gives whole pages inside a range back to the system; they read as zeros afterwards.
+
+        Those of a shared file go back for all that map it.
+        """
         check_range("offset", offset, low=0, high=self.num_bytes)
         length = self.num_bytes - offset if num_bytes is None else num_bytes
         check_range("num_bytes", length, low=0, high=self.num_bytes - offset)

@@ -39,7 +39,10 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
 
 - ``GATHER weights`` makes the whole weights of a block from all slices. They take memory until
   ``RELEASE weights`` on ``net``. Where the plan has weights on the device, whole weights have their
-  place on each rank, and a GATHER after the UPDATE brings the new ones.
+  place on each rank, and a GATHER after the UPDATE brings the new ones. Ranks of one host have
+  whole weights in the same memory, where their slices are (``gathers_in_place``). Then these two
+  move nothing, and whole weights take no memory of their own: GATHER says that all ranks have
+  updated the block.
 - ``REDUCE gradients`` sums a block's gradients over the ranks. Whole ones take memory from backward
   until then, and the rank's slice of the sum until its UPDATE, which changes the rank's own slice.
 - On devices with memory of their own, collectives are on the host: a GATHER comes before each
@@ -249,6 +252,7 @@ class Schedule:
         device_after: The same when it ends. With several ranks both are about whole weights.
         ranks: Ranks that share the model; see [Note: Ranks].
         shared_memory: The devices of several ranks are the host's own CPU.
+        gathers_in_place: They have the same memory for weights.
     """
 
     signature: StepSignature
@@ -260,6 +264,12 @@ class Schedule:
     device_after: frozenset[int] = frozenset()
     ranks: int = 1
     shared_memory: bool = False
+    gathers_in_place: bool = False
+
+    @property
+    def copies(self) -> int:
+        """How many slices need memory of their own on a rank that has whole weights."""
+        return 0 if self.gathers_in_place and self.shared_memory else self.ranks
 
     def lane(self, lane: Lane) -> Iterator[Op]:
         """The ops of one lane, in order."""
@@ -267,7 +277,8 @@ class Schedule:
 
     def to_text(self) -> str:
         """One line per anchor and per op, in the order of issue; golden tests compare this text."""
-        lines = [f"ranks {self.ranks}{'' if self.shared_memory else ' on devices'}"] if self.ranks > 1 else []
+        where = " in place" * self.gathers_in_place + " on devices" * (not self.shared_memory)
+        lines = [f"ranks {self.ranks}{where}"] if self.ranks > 1 else []
         lines += self._held(self.resident_before, self.device_before)
         ops = iter(self.ops)
         op = next(ops, None)

@@ -18,7 +18,8 @@ the others would otherwise wait for ever, or exchange other weights. What a rank
 announces as it submits the op (:meth:`Collectives.announce`). Where it has not met the others for
 the next op, it tells them the next ones that it has announced, up to eight. All ranks compare what
 all have told, and have met for the ops at which all agree. So a lane with ops that wait has one
-message for several of them.
+message for several of them. A *barrier* is told of only when its turn has come: then the ops before
+it, and what these waited for, have ended on all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from threading import Lock, get_ident
 
 import torch
@@ -39,7 +40,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
 
-_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT")
+_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE")
 _FLAGS = 3
 _AHEAD = 8  # ops for which ranks meet at once, at most
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
@@ -53,6 +54,7 @@ class Announced:
     what: str
     block: int
     flags: tuple[bool, ...]
+    barrier: bool
 
     def row(self) -> tuple[float, ...]:
         """As it is told to the others."""
@@ -105,15 +107,16 @@ class Collectives:
 
     # ---- meetings --------------------------------------------------------------------------------
 
-    def announce(self, what: str, block: int, *flags: bool) -> Announced:
+    def announce(self, what: str, block: int, *flags: bool, barrier: bool = False) -> Announced:
         """Says what the op is about to do that is being given to the lane; it calls :meth:`met`.
 
         Args:
             what: Its kind.
             block: Of which block; ``NO_BLOCK`` if of none.
             flags: As many on all ranks where ``what`` is the same, at most three.
+            barrier: All ranks meet for it once the ops before it have ended on each of them.
         """
-        coming = Announced(what, block, flags)
+        coming = Announced(what, block, flags, barrier)
         with self._lock:
             self._coming.append(coming)
         return coming
@@ -142,7 +145,8 @@ class Collectives:
 
     def _meet(self) -> None:
         with self._lock:
-            rows = [op.row() for op in islice(self._coming, _AHEAD)]
+            ahead = takewhile(lambda op: not op.barrier, islice(self._coming, 1, _AHEAD))
+            rows = [op.row() for op in (self._coming[0], *ahead)]
         told = self.agree([number for row in [*rows, *[_NOTHING] * (_AHEAD - len(rows))] for number in row])
         size = len(_NOTHING)
         for start in range(0, _AHEAD * size, size):

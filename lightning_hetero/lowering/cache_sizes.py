@@ -32,12 +32,20 @@ class DeviceRoom:
         ranks: Ranks that share the model: this is for whole weights of which a rank has a slice.
             See [Note: Ranks] in ``ir.schedule``.
         shared_memory: The devices of several ranks are the host's own CPU, so this is host memory.
+        gathers_in_place: The ranks have whole weights in the same host memory, where their slices
+            are: GATHER moves nothing.
     """
 
     resident: frozenset[int] = frozenset()
     capacity_bytes: int
     ranks: int = 1
     shared_memory: bool = False
+    gathers_in_place: bool = False
+
+    @property
+    def copies(self) -> int:
+        """How many slices need memory of their own on a rank that has whole weights."""
+        return 0 if self.gathers_in_place and self.shared_memory else self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,7 @@ class CacheSizes:
         staging_bytes: Host memory through which state on disk streams.
         ranks: Ranks that share the model; ``device_cache_bytes`` is for whole weights then.
         shared_memory: Their devices are the host's own CPU.
+        gathers_in_place: They have whole weights in the same host memory, where their slices are.
     """
 
     host_cache_bytes: int
@@ -58,6 +67,7 @@ class CacheSizes:
     staging_bytes: int
     ranks: int = 1
     shared_memory: bool = False
+    gathers_in_place: bool = False
 
 
 def cache_sizes(
@@ -79,7 +89,10 @@ def cache_sizes(
         PlanError: A tier is too small even for the least; names the one with the largest shortfall,
             and the cheapest remedy.
     """
-    needs = needs_of(plan, model, shared_memory=hardware.shared_memory, updates=updates, ranks=hardware.ranks)
+    needs = needs_of(
+        plan, model, shared_memory=hardware.shared_memory, updates=updates, ranks=hardware.ranks,
+        gathers_in_place=hardware.gathers_in_place,
+    )  # fmt: skip
     device_memory, host_memory = hardware.device_memory_bytes, hardware.host_memory_bytes
     if hardware.unified_memory:
         device_memory, host_memory = divided(plan, needs, device_memory=device_memory, memory=host_memory, profiled=True)
@@ -101,10 +114,10 @@ def cache_sizes(
     cache_bytes, staging_bytes = _shared_out(host, needs)
     copies = None if hardware.shared_memory else device.cache_bytes(device.capacity_bytes - total_bytes(device.rows))
     if hardware.shared_memory and hardware.ranks > 1:
-        copies = whole_bytes(plan, model.shape(), hardware.ranks)
+        copies = whole_bytes(plan, model.shape(), hardware.ranks, in_place=hardware.gathers_in_place)
     return CacheSizes(
         host_cache_bytes=cache_bytes, device_cache_bytes=copies, staging_bytes=staging_bytes, ranks=hardware.ranks,
-        shared_memory=hardware.shared_memory,
+        shared_memory=hardware.shared_memory, gathers_in_place=hardware.gathers_in_place,
     )  # fmt: skip
 
 

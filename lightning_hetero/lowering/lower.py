@@ -145,7 +145,7 @@ class _Lowering:
         self._device: Cache | None = None
         self._activations: ActivationMoves | None = None
         if device is not None:
-            sizes = [p.shape.weight_bytes * ranks if p.below_device else 0 for p in placed]
+            sizes = [p.shape.weight_bytes * device.copies if p.below_device else 0 for p in placed]
             higher = staying(signature.order, sizes, device.capacity_bytes) if forward_only else higher
             self._device = Cache(sizes, capacity_bytes=device.capacity_bytes, held=device.resident, uses=uses, stays=higher)
             self._activations = ActivationMoves(placed, self._issue, signature.order, depth=plan.prefetch_depth)
@@ -156,6 +156,7 @@ class _Lowering:
         self._weights = WeightMoves(
             placed, self._issue, uses, host=self._host, device=self._device,
             depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only, ranks=ranks, shared_memory=on_host,
+            gathers_in_place=device is not None and device.gathers_in_place,
         )  # fmt: skip
         self._updates = UpdateMoves(
             plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks, shared_memory=on_host
@@ -177,6 +178,7 @@ class _Lowering:
             device_after=frozenset() if self._device is None else frozenset(self._device.held),
             ranks=self._ranks,
             shared_memory=self._room is not None and self._room.shared_memory,
+            gathers_in_place=self._room is not None and self._room.gathers_in_place,
         )
 
     def _begin(self, index: int, anchor: Anchor) -> Anchor:
@@ -258,7 +260,7 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
                 f"{format_bytes(capacity_bytes)} are left for weights that live on disk. Raise host_memory, or choose smaller "
                 f"blocks with block_cls."
             )
-        if device is not None and row.below_device and size * ranks > device.capacity_bytes:
+        if device is not None and row.below_device and size * device.copies > device.capacity_bytes:
             raise OutOfMemoryBudgetError(
                 f"block {name!r} needs {format_bytes(size * ranks)} of device memory for its weights; "
                 f"{format_bytes(device.capacity_bytes)} are left for weights that live below the device. Raise device_memory, keep "

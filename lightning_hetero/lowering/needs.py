@@ -123,7 +123,13 @@ class Needs:
 
 
 def needs_of(
-    plan: Plan, model: ModelProfile, *, shared_memory: bool, updates: Updates = Updates.IN_BACKWARD, ranks: int = 1
+    plan: Plan,
+    model: ModelProfile,
+    *,
+    shared_memory: bool,
+    updates: Updates = Updates.IN_BACKWARD,
+    ranks: int = 1,
+    gathers_in_place: bool = False,
 ) -> Needs:
     """Adds up what a resolved plan needs, as [Note: Needs] says.
 
@@ -133,11 +139,19 @@ def needs_of(
         shared_memory: The device is the host's own CPU.
         updates: When updates may run: during backward, or only once all gradients are known.
         ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
+        gathers_in_place: They have whole weights in the same memory, where their slices are.
     """
     constant = Constant(model.constant_device_bytes, model.constant_host_bytes)
     staging = least_staging(model)
     return needs_of_shape(
-        plan, model.shape(), shared_memory=shared_memory, updates=updates, staging_bytes=staging, constant=constant, ranks=ranks
+        plan,
+        model.shape(),
+        shared_memory=shared_memory,
+        updates=updates,
+        staging_bytes=staging,
+        constant=constant,
+        ranks=ranks,
+        gathers_in_place=gathers_in_place,
     )
 
 
@@ -151,6 +165,7 @@ def needs_of_shape(
     constant: Constant = NOTHING,
     buckets: Constant = NOTHING,
     ranks: int = 1,
+    gathers_in_place: bool = False,
 ) -> Needs:
     """As :func:`needs_of`, before anything is profiled: unknown activations count as 0.
 
@@ -163,6 +178,7 @@ def needs_of_shape(
         constant: Memory that no plan changes.
         buckets: Memory in which ranks average gradients.
         ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
+        gathers_in_place: They have whole weights in the same memory, where their slices are.
     """
     placed = placements(plan, model, device=not shared_memory)
     slots = num_slots(model.kept_every)
@@ -177,7 +193,7 @@ def needs_of_shape(
         _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), state, buckets, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
-    host = summed(host, {Purpose.RANKS: beside_slices_bytes(plan, model, ranks)})
+    host = summed(host, {Purpose.RANKS: beside_slices_bytes(plan, model, ranks, in_place=gathers_in_place)})
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
         device, host = {}, summed(device, host)

@@ -9,21 +9,24 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 
 
-def whole_bytes(plan: Plan, model: ModelShape, ranks: int) -> int:
+def whole_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
     """Room for whole weights of blocks of which a rank keeps a slice.
 
     Args:
         plan: The resolved plan.
         model: The sizes of one rank's slices.
         ranks: The ranks that share the model.
+        in_place: They have whole weights in the same memory, where their slices are.
     """
+    if in_place:
+        return 0
     rows = zip(model.blocks, plan.blocks, strict=True)
     sizes = sorted(b.weight_bytes * ranks for b, p in rows if p.weights is not Tier.DEVICE)
     least = sum(sizes[-plan.prefetch_depth - 1 :])
     return least if plan.device_cache_bytes is None else min(sum(sizes), max(least, plan.device_cache_bytes))
 
 
-def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int) -> int:
+def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
     """Host memory for whole weights and gradients, and room to exchange them; 0 for one rank.
 
     Whole gradients are those of one block, and of all pinned ones until backward has ended.
@@ -32,11 +35,12 @@ def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int) -> int:
         plan: The resolved plan.
         model: The sizes of one rank's slices.
         ranks: The ranks that share the model.
+        in_place: They have whole weights in the same memory, where their slices are.
     """
     if ranks == 1:
         return 0
-    more, pairs = ranks - 1, list(zip(model.blocks, plan.blocks, strict=True))
-    stay = sum(more * b.weight_bytes for b, p in pairs if p.weights is Tier.DEVICE)
+    more = 0 if in_place else ranks - 1
+    stay = sum(more * b.weight_bytes for b, p in zip(model.blocks, plan.blocks, strict=True) if p.weights is Tier.DEVICE)
     sizes = [b.gradient_bytes * ranks for b in model.blocks]
     pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
-    return whole_bytes(plan, model, ranks) + stay + pinned + 3 * max(sizes, default=0)
+    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 3 * max(sizes, default=0)

@@ -53,7 +53,11 @@ def steady(
             room = None
             if sizes.device_cache_bytes is not None:
                 room = DeviceRoom(
-                    resident=held, capacity_bytes=sizes.device_cache_bytes, ranks=sizes.ranks, shared_memory=sizes.shared_memory
+                    resident=held,
+                    capacity_bytes=sizes.device_cache_bytes,
+                    ranks=sizes.ranks,
+                    shared_memory=sizes.shared_memory,
+                    gathers_in_place=sizes.gathers_in_place,
                 )
             capacity = sizes.host_cache_bytes
             schedules.append(lower(plan, model, signature, resident=resident, capacity_bytes=capacity, device=room))

@@ -27,6 +27,7 @@ class WeightMoves:
             brings them; see [Note: Residency].
         ranks: Ranks that share the model: whole weights come to the device from all of them.
         shared_memory: The devices of several ranks are the host's own CPU.
+        gathers_in_place: Whole weights are in host memory where the slices of all ranks are.
     """
 
     def __init__(
@@ -41,10 +42,13 @@ class WeightMoves:
         absent: bool = False,
         ranks: int = 1,
         shared_memory: bool = False,
+        gathers_in_place: bool = False,
     ) -> None:
         self.host, self.device, self._absent = host, device, absent
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
         self._ranks, self._on_host = ranks, shared_memory
+        self._gathered = 0 if gathers_in_place else ranks  # slices that a GATHER moves
+        self._copies = self._gathered if shared_memory else ranks  # for which the device has memory
         gathers, uploads = [(OpKind.GATHER, Lane.NET)] * (ranks > 1), [(OpKind.UPLOAD, Lane.H2D)] * (not shared_memory)
         self._hops = [*gathers, *uploads]  # of weights on their way to where they compute
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
@@ -67,7 +71,7 @@ class WeightMoves:
             self._prefetch_to_host(index, keep={block})
         else:
             self._prefetch_to_device(self.device, index, keep={block})
-            self._prefetch_to_host(index, keep=set())
+            self._prefetch_to_host(index, keep=set() if self._copies else {block})
 
     def _prefetch_to_device(self, device: Cache, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks to the device.
@@ -92,7 +96,7 @@ class WeightMoves:
 
     def _prefetch_to_host(self, index: int, *, keep: set[int]) -> None:
         """Brings the next ``depth`` blocks from disk to the host that are not higher up yet."""
-        higher, uses = () if self.device is None else self.device.held, self._on_disk
+        higher, uses = self._copied(), self._on_disk
         while self._higher < len(uses) and (uses[self._higher] <= index or self._uses.anchors[uses[self._higher]] in higher):
             self._higher += 1
         left = self._depth
@@ -113,7 +117,8 @@ class WeightMoves:
         if block in device.held or not (placed.below_device or placed.renewed):
             return True
         victims = device.victims(index, block, keep=keep)
-        if victims is None or (placed.on_disk and not self._fetch(index, block, keep=(block, *spare))):
+        on_host = (block, *spare) if self._copies else {block, *spare, *keep}
+        if victims is None or (placed.on_disk and not self._fetch(index, block, keep=on_host)):
             return False
         for victim in victims:
             self.release(device, victim)
@@ -121,11 +126,16 @@ class WeightMoves:
         self._upload(device, block, after=device.after_release() if placed.below_device else ())
         return True
 
+    def _copied(self) -> Collection[int]:
+        """The blocks of whose weights the device has copies, so that the host's are not in use."""
+        return () if self.device is None or not self._copies else self.device.held
+
     def _upload(self, device: Cache, block: int, *, after: Sequence[int] = ()) -> None:
-        size = self._placed[block].shape.weight_bytes * self._ranks
+        size = self._placed[block].shape.weight_bytes
         *first, (kind, lane) = self._hops
         for earlier, there in first:
-            self._issue(earlier, block, there, Payload.WEIGHTS, size)
+            self._issue(earlier, block, there, Payload.WEIGHTS, size * self._gathered)
+        size *= self._copies
         device.add(block, self._issue(kind, block, lane, Payload.WEIGHTS, size, after=after))
         self.host.touch(block)
 
@@ -152,11 +162,13 @@ class WeightMoves:
         """Brings weights from disk to the host; false, and nothing issued, if there is no room."""
         if block in self.host.held:
             return True
-        served = () if self.device is None else self.device.held
+        served = self._copied()
         victims = self.host.victims(index, block, keep=keep, served=served)
         if victims is None:
             return False
         for victim in victims:
+            if self.device is not None and not self._copies and victim in self.device.held:
+                self.release(self.device, victim)
             self.release(self.host, victim)
         size, after = self._placed[block].shape.weight_bytes, self.host.after_release()
         self.host.add(block, self._issue(OpKind.FETCH, block, Lane.DISK_READ, Payload.WEIGHTS, size, after=after))
@@ -166,5 +178,5 @@ class WeightMoves:
         """Gives the memory of a block's weights on one tier back."""
         size, lane = self._placed[block].shape.weight_bytes, Lane.DISK_READ
         if cache is not self.host:
-            size, lane = size * self._ranks, Lane.NET if self._on_host else Lane.H2D
+            size, lane = size * self._copies, Lane.NET if self._on_host else Lane.H2D
         cache.remove(block, self._issue(OpKind.RELEASE, block, lane, Payload.WEIGHTS, size, after=cache.after_release()))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes import memory
 from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
@@ -20,6 +21,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.placement import Placer
 from lightning_hetero.runtime.slice_reads import SliceReads
+from lightning_hetero.runtime.slices import shared_file
 from lightning_hetero.store.capacity import available_memory_bytes, resident_bytes
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import ALIGNMENT_BYTES
@@ -45,8 +47,12 @@ class Budgets:
         if alignment_bytes is None:
             alignment_bytes = ALIGNMENT_BYTES if options.device is None else memory.ALIGNMENT_BYTES
         self.alignment_bytes = alignment_bytes
-        self._setup = ModelSetup(root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own)
+        self.file = None if options.collectives is None else shared_file(options.collectives)
+        self._setup = ModelSetup(
+            root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own, file=self.file
+        )
         self.blocks = self._setup.blocks
+        self._meet()
         self._scale_bytes = quantized.scale_bytes(root) + quantizing.coming_scale_bytes(root)
         self._reading_bytes = quantizing.reading_bytes(root)
         self.bindings: list[OptimizerBinding] = []
@@ -63,6 +69,18 @@ class Budgets:
         """Refuses ``what`` in the fit of a model that several ranks share."""
         if self.options.collectives is not None:
             raise UnsupportedError(f"{what}, and {self.options.own.ranks} devices share the model. Pass devices=1.")
+
+    def _meet(self) -> None:
+        """If ranks share memory, waits until all of them are here: one has filled it for all."""
+        if self.file is not None and self.options.collectives is not None:
+            self.options.collectives.meet("SHARE", NO_BLOCK)
+
+    def _cut(self, owners: Mapping[int, int]) -> bool:
+        """See :meth:`ModelSetup.cut`; no rank reads weights meanwhile that another one fills."""
+        self._meet()
+        was_cut = self._setup.cut(owners, self.executor)
+        self._meet()
+        return was_cut
 
     @property
     def running(self) -> Executor:
@@ -104,6 +122,7 @@ class Budgets:
         return Placer(
             name, self.blocks, self.options, self.bindings, self.rules, profile, kept_every=every,
             scale_bytes=self._scale_bytes, reading_bytes=0 if self._started else self._reading_bytes,
+            in_place=self.file is not None,
         )  # fmt: skip
 
     @property

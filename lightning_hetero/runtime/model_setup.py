@@ -24,6 +24,7 @@ from lightning_hetero.store.live.blocks import WHOLE, Block, Part, Slice, back_t
 from lightning_hetero.store.live.geometry import own_versions
 from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
+from lightning_hetero.store.live.shared_memory import SharedFile
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.partition import BlockCls, partition
 from lightning_hetero.store.raw_memory import set_data
@@ -41,6 +42,7 @@ class ModelSetup:
         built: The model's construction, if part of it is in a file.
         alignment_bytes: Each parameter starts at a multiple of it in its part.
         own: The slice of each part that this process has.
+        file: The memory of the ranks of this host; ``None``: this process has memory of its own.
 
     Raises:
         ConfigError: Something on the meta device cannot be set.
@@ -55,8 +57,9 @@ class ModelSetup:
         *,
         alignment_bytes: int,
         own: Slice = WHOLE,
+        file: SharedFile | None = None,
     ) -> None:
-        self._root, self._built = root, built
+        self._root, self._built, self._file = root, built, file
         if built is not None:
             _take_given(root, content, built)
         self._initializer = Initializer(root, content)
@@ -69,7 +72,7 @@ class ModelSetup:
             if built is not None and any(p in built for p in spec.params.values()):
                 self._elsewhere |= {id(p) for p in spec.params.values() if not p.is_meta}
         self.blocks: list[Block] = bind(
-            root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes, own=own
+            root, specs, away=lambda p: id(p) in self._elsewhere, alignment_bytes=alignment_bytes, own=own, file=file
         )
         self.objects = ParameterObjects(root, self.blocks)
 
@@ -93,7 +96,7 @@ class ModelSetup:
             if found and parked is not None:
                 close_parts(parked, block, [part for part, _ in found])
             for part, groups in found:
-                split(part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block))
+                split(part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block), file=self._file)
             if found and parked is not None:
                 open_cut_parts(parked, block)
             was_cut |= bool(found)

@@ -79,6 +79,7 @@ class Placer:
         kept_every: One of so many steps is kept on disk; 0: none is.
         scale_bytes: What belongs to quantized weights, and is where the model computes.
         reading_bytes: What the start needs beside a block, to quantize weights that it reads.
+        in_place: The ranks that share the model have the same memory for weights.
     """
 
     def __init__(
@@ -93,11 +94,12 @@ class Placer:
         kept_every: int = 0,
         scale_bytes: int = 0,
         reading_bytes: int = 0,
+        in_place: bool = False,
     ) -> None:
         self._reading_bytes = reading_bytes
         self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
-        self._ranks = options.own.ranks
+        self._ranks, self._in_place = options.own.ranks, in_place
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
@@ -224,7 +226,7 @@ class Placer:
             cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, device_memory)
             room = replace(room, device_cache_bytes=cache_bytes)
         if self._ranks > 1:
-            room = replace(room, device_cache_bytes=whole_bytes(plan, self.model, self._ranks))
+            room = replace(room, device_cache_bytes=whole_bytes(plan, self.model, self._ranks, in_place=self._in_place))
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
         self._check_schedule(plan, room, rules)
@@ -372,6 +374,7 @@ class Placer:
             plan, self.model, shared_memory=shared, constant=constant,
             staging_bytes=staging_bytes(self._options.engine, self.chunk_bytes),
             updates=waits if rules.deferred or rules.accumulates else Updates.IN_BACKWARD, buckets=rules.buckets, ranks=self._ranks,
+            gathers_in_place=self._in_place,
         )  # fmt: skip
 
     def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:
@@ -433,7 +436,9 @@ class Placer:
         """Lowers the plan, so that its refusals come before anything is loaded."""
         on_device, capacity = room.device_cache_bytes, room.host_cache_bytes
         on_host = self._ranks > 1 and self.device_memory is None
-        device = None if on_device is None else DeviceRoom(capacity_bytes=on_device, ranks=self._ranks, shared_memory=on_host)
+        device = None
+        if on_device is not None:
+            device = DeviceRoom(capacity_bytes=on_device, ranks=self._ranks, shared_memory=on_host, gathers_in_place=self._in_place)
         waits = (Updates.AFTER_VERDICT, *((Updates.SPECULATIVE, Updates.REDONE) if rules.speculates else ()))
         for updates in waits if rules.deferred else (Updates.IN_BACKWARD,):
             signature = StepSignature(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +51,7 @@ from lightning_hetero.store.format.earlier_runs import aside, refusal
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
+from lightning_hetero.store.live.blocks import keep_apart
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.moved_weights import bring_back_all
 from lightning_hetero.store.live.tier_store import TierStore
@@ -96,7 +97,7 @@ class Session(Budgets):
         """
         inner, self._obstacle = other_optimizers.bound(optimizers)
         owners = {id(p): number for number, o in enumerate(inner) for group in o.param_groups for p in group["params"]}
-        self._was_cut_late |= self._setup.cut(owners, self.executor) and self.store is not None
+        self._was_cut_late |= self._cut(owners) and self.store is not None
         if self._was_cut_late:
             self._obstacle = self._obstacle or "the manifest of the store has the parts of before they were cut by optimizer"
         return inner
@@ -210,7 +211,7 @@ class Session(Budgets):
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
         lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
         side = side_of(self.options.device, lanes, store)
-        slices = slices_of(self.options, self.blocks, placement.plan)
+        slices = slices_of(self.options, self.blocks, placement.plan, self.file)
         updater = Updater(store, side, slices)
         self.steps.begin(store, updater.blobs, self._layout if self._resumes else None)
         updater.own(self.bindings)
@@ -371,20 +372,17 @@ class Session(Budgets):
         executor = self.running
         ids = {id(p) for p in params}
         blocks = [b for b in self.blocks if any(id(p) in ids for p in b.params())]
-        opened = []
-        try:
+        with ExitStack() as opened:
             for block in blocks:
                 executor.residency.provide(block)
                 for part in block.parts:
                     executor.residency.parameters.free(part)
                 executor.residency.open(block)
-                opened.append(block)
+                opened.callback(executor.residency.shut, block)
                 if torch.is_grad_enabled():
                     executor.hold(block)
+            opened.enter_context(nullcontext() if executor.slices is None else executor.slices.apart(blocks))
             yield
-        finally:
-            for block in opened:
-                executor.residency.shut(block)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes so far: peaks of host and device memory, files, staging, and transfers."""
@@ -589,6 +587,7 @@ class Session(Budgets):
             store, self.store = self.store, None
             store.loans.room = Loans().room  # in place of this session's
             store.close(self.blocks, remove=None if self._started or self._resumes else True)
+        keep_apart(self.blocks)
         if not self._started:
             self._setup.undo()
         # Memory is freed with its last tensor, not when the garbage collector finds these cycles.

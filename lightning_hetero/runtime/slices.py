@@ -1,10 +1,16 @@
 """What several ranks that share a model do together: whole weights and gradients of a block.
 
 [Note: Slices at run time]
-A part has reserved memory for all of its weights on every rank, at addresses that stay. A rank has
-pages for its own slice, in place. GATHER fills the others, and RELEASE gives their pages back. An
-update writes the own slice, so from then on the others are old, whether their pages are there or
-not (``Part.is_whole``).
+A part has reserved memory for all of its weights on every rank, at addresses that stay. An update
+writes the own slice, so from then on the others are old (``Part.is_whole``).
+
+Ranks of one host have the same pages there ([Note: Shared pages] in ``store.live.shared_memory``).
+So GATHER moves nothing: it is the meeting of all ranks after their own updates of the block. No
+rank writes while another computes: REDUCE, which an update follows, is a meeting after backward.
+Where code of the user may write, a rank has the pages apart, and its slice counts (:meth:`apart`).
+
+Ranks of several hosts have pages for their own slice alone. GATHER fills the others, and RELEASE
+gives their pages back.
 
 Gradients of a block are whole until its backward has ended. REDUCE sums them over the ranks, and
 from then on a rank has those of its slice, in memory of their own.
@@ -12,20 +18,30 @@ from then on a rank has those of its slice, in memory of their own.
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.slice_gradients import SliceGradients
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.moved_weights import bring_back, find_moved
+from lightning_hetero.store.live.shared_memory import Place, SharedArena, SharedFile
 from lightning_hetero.store.raw_memory import tensor_at
+
+log = logging.getLogger(__name__)
 
 
 class Slices:
@@ -37,61 +53,134 @@ class Slices:
 
     Args:
         collectives: Those of the ranks that share the model.
+        is_shared: They have the same memory for weights.
         poison: Fill memory whose content does not count with NaN (tests).
     """
 
-    def __init__(self, collectives: Collectives, *, poison: bool = False) -> None:
-        self.collectives, self._poison = collectives, poison
+    def __init__(self, collectives: Collectives, *, is_shared: bool, poison: bool = False) -> None:
+        self.collectives, self.is_shared, self._poison = collectives, is_shared, poison
         self.gradients, self.reads = SliceGradients(collectives), SliceReads(collectives)
 
     def gather(self, block: Block) -> Callable[[], None]:
-        """GATHER: brings the slices of all other ranks into the block's memory."""
-        parts, op = [part for part in block.parts if not part.is_whole], self.collectives.announce("GATHER", block.index)
+        """GATHER: the block's memory has the newest slices of all ranks."""
+        parts = [part for part in block.parts if not part.is_whole]
+        op = self.collectives.announce("GATHER", block.index, barrier=self.is_shared)
         for part in parts:
             part.is_whole = True
 
         def run() -> None:
             self.collectives.met(op)
             for part in parts:
-                whole = _bytes(part)
                 if self._poison:
                     self._spoil(part)
-                self.collectives.gather(whole, whole.view(part.own.ranks, -1)[part.own.rank])
+                if isinstance(part.arena, SharedArena):
+                    if self._poison:
+                        part.arena.share()
+                else:
+                    whole = _bytes(part)
+                    self.collectives.gather(whole, whole.view(part.own.ranks, -1)[part.own.rank])
 
         return run
 
     def release(self, block: Block) -> Callable[[], None]:
-        """RELEASE: gives the memory of the other ranks' slices back."""
+        """RELEASE: the memory of the other ranks' slices does not count, and is given back.
+
+        If ranks share it and slices go back to the disk next, all ranks have ended their use.
+        """
+        meets = self.is_shared and block.weights_on_disk and any(part.is_whole for part in block.parts)
+        op = self.collectives.announce("RELEASE", block.index) if meets else None
         for part in block.parts:
             part.is_whole = False
 
         def run() -> None:
+            if op is not None:
+                self.collectives.met(op)
             for part in block.parts:
                 if self._poison:
                     self._spoil(part)
-                    continue
-                size = part.slice_elements * part.dtype.itemsize
-                begin = part.own.rank * size
-                part.arena.drop(0, begin)
-                part.arena.drop(begin + size, (part.own.ranks - part.own.rank - 1) * size)
+                elif not isinstance(part.arena, SharedArena):
+                    for first, length in _other_ranges(part):
+                        part.arena.drop(first, length)
 
         return run
 
     def _spoil(self, part: Part) -> None:
-        """Fills the slices of other ranks with NaN."""
-        size = part.slice_elements * part.dtype.itemsize
-        begin, whole = part.own.rank * size, _bytes(part)
-        for outside in (whole[:begin], whole[begin + size :]):
-            outside.view(part.dtype).fill_(torch.nan)
+        """Fills the slices of other ranks with NaN, for this rank alone."""
+        for first, length in _other_ranges(part):
+            if isinstance(part.arena, SharedArena):
+                part.arena.keep_apart(first, length)
+            _bytes(part)[first : first + length].view(part.dtype).fill_(torch.nan)
 
     def share(self, block: Block) -> None:
         """Gives all ranks the first rank's weights of a block."""
+        if self.is_shared:
+            self.collectives.meet("SHARE", block.index)
         for part in block.parts:
-            self.collectives.broadcast(_bytes(part))
+            part.versions = versions(part)
+            if isinstance(part.arena, SharedArena):
+                part.arena.share()
+            else:
+                self.collectives.broadcast(_bytes(part))
+
+    @contextmanager
+    def apart(self, blocks: Sequence[Block]) -> Iterator[None]:
+        """What code writes to whole weights in the context, this rank alone sees.
+
+        All ranks enter and leave it. Then each rank's own slice counts.
+        """
+        parts = [part for block in blocks for part in block.parts]
+        arenas = [(part, part.arena) for part in parts if isinstance(part.arena, SharedArena) and part.arena.is_shared]
+        for _, arena in arenas:
+            arena.keep_apart()
+        try:
+            yield
+        finally:
+            if arenas:
+                for part, _ in arenas:
+                    find_moved(part)
+                    bring_back(part)
+                    part.versions = versions(part)
+                changed = {arena for part, arena in arenas if arena.was_changed(*_own_range(part))}
+                (any_changed,) = self.collectives.meet("MATERIALIZE", NO_BLOCK, bool(changed))
+                for part, arena in arenas:
+                    if arena in changed:
+                        arena.write_back(*_own_range(part))
+                    arena.share()
+                    part.is_whole &= not any_changed
 
 
-def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan) -> Slices | None:
+def shared_file(collectives: Collectives) -> SharedFile | None:
+    """The memory that all ranks share; ``None``, and a line in the log, if they cannot."""
+    file, why = None, 0
+    if collectives.rank == 0:
+        file, why = _opened(None)
+    place = collectives.agree([0] * len(Place._fields) if file is None else file.place)[0]
+    if collectives.rank and any(place):
+        file, why = _opened(Place(*map(int, place)))
+    refusals = [(rank, int(code)) for rank, (code,) in enumerate(collectives.agree([why])) if code]
+    if not refusals:
+        return file
+    if collectives.rank == 0:
+        rank, code = refusals[0]
+        log.warning(
+            "Ranks do not share memory for weights: rank %d cannot open that of the first one (%s). Each copies whole weights.",
+            rank,
+            os.strerror(code),
+        )  # fmt: skip
+    return None
+
+
+def _opened(place: Place | None) -> tuple[SharedFile | None, int]:
+    try:
+        return SharedFile(place), 0
+    except OSError as error:
+        return None, error.errno or errno.EIO
+
+
+def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan, file: SharedFile | None) -> Slices | None:
     """What one of several ranks keeps; ``None`` if this process has all of the model.
+
+    ``file`` is the memory that the ranks share.
 
     Raises:
         ConfigError: Another rank has other parameters, or another plan.
@@ -106,7 +195,19 @@ def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan) -> S
             raise ConfigError(
                 f"rank {options.own.rank} of {options.own.ranks}: the ranks have other {name}. Build the same model on all."
             )
-    return Slices(options.collectives, poison=options.poison)
+    return Slices(options.collectives, is_shared=file is not None, poison=options.poison)
+
+
+def _own_range(part: Part) -> tuple[int, int]:
+    """The rank's slice in the part's memory: the first byte, and how many."""
+    size = part.slice_elements * part.dtype.itemsize
+    return part.own.rank * size, size
+
+
+def _other_ranges(part: Part) -> list[tuple[int, int]]:
+    """What is before and behind it."""
+    begin, size = _own_range(part)
+    return [(0, begin), (begin + size, (part.own.ranks - part.own.rank - 1) * size)]
 
 
 def _bytes(part: Part) -> Tensor:

@@ -176,16 +176,17 @@ class WeightSource(_OfParameter):
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
-        if not (self.part.is_whole or self.store.all_write):
+        if self.part.own.ranks > 1 and not self.store.all_write:
             raise self._spread(self.name)
         if self.changes is not None:
             self.changes(self.part.block)
         self.part.rewritten = True
         self.settle(self.part)
-        if not self.part.is_whole:
+        if self.store.all_write:
             own = self.part.own_piece(self.index, self.part.flat(self.index, value, self.dtype))[1]
             self.part.own_weights(self.index).copy_(own)
             self.part.master_versions = -1
+            self.part.is_whole = False
             self.store.on_patched(value)
             return
         stay_put(self.part, self.index)

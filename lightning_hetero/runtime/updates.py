@@ -24,6 +24,7 @@ from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.runtime.taken_gradients import TakenGradients
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import bring_back, find_moved
 from lightning_hetero.store.live.tier_store import TierStore
@@ -328,6 +329,8 @@ class Updater:
         ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority, speculative=speculative)
         # So autograd refuses a graph that still holds these weights: it would read new values.
         torch.autograd.graph.increment_version([part.params[i] for i in due.indices])
+        if self.slices is not None:
+            part.versions = versions(part)
         self.store.master_is_current(part)
         if self.device is not None:
             self.device.weights.outdate(part)
@@ -342,6 +345,7 @@ class Updater:
         if self.slices is not None:
             part.is_whole = False
             slice_steps.step(optimizer, part, one.indices, grads, self.slices.reads)
+            part.versions = versions(part)
             return []
         self.blobs.load(part, optimizer)
         blockwise.step(optimizer, params)

@@ -81,7 +81,10 @@ class Occupancy:
         device, host = self._model.constant_device_bytes, self._model.constant_host_bytes + self._staging_bytes
         for index, (shape, placed) in enumerate(zip(self._shapes, self._plan.blocks, strict=True)):
             weights = shape.weight_bytes
-            device += weights * self._ranks if placed.weights is Tier.DEVICE or index in schedule.device_before else 0
+            if placed.weights is Tier.DEVICE:
+                device += weights * max(1, schedule.copies)
+            elif index in schedule.device_before:
+                device += weights * schedule.copies
             # A CPU update writes the weights in host memory, for any tier of the weights.
             updated = shape.num_trainable_params > 0 and placed.update is UpdateLane.CPU
             copied = placed.weights is Tier.DEVICE and updated and not self._shared

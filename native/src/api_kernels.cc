@@ -168,6 +168,10 @@ void* hetero_reserve(int64_t bytes) {
   return p;
 }
 
+int32_t hetero_map(void* p, int64_t bytes, int32_t file, int64_t offset, int32_t shared) {
+  return Guard([&] { return hetero::Map(p, bytes, file, offset, shared != 0); });
+}
+
 int32_t hetero_drop(void* p, int64_t bytes) {
   return Guard([&] { return hetero::Drop(p, bytes); });
 }

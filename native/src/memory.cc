@@ -41,6 +41,22 @@ void* Reserve(int64_t bytes) noexcept {
   return aligned;
 }
 
+Status Map(void* p, int64_t bytes, int file, int64_t offset, bool shared) {
+  const int64_t page = PageBytes();
+  if (p == nullptr || bytes <= 0 || bytes > kLargest || offset < 0 || file < 0 ||
+      (reinterpret_cast<intptr_t>(p) | bytes | offset) % page != 0) {
+    return Fail(HETERO_EINVAL, "map of %lld bytes at %p from %lld of file %d: whole pages of an open file are allowed",
+                static_cast<long long>(bytes), p, static_cast<long long>(offset), file);
+  }
+  const auto length = static_cast<size_t>(bytes);
+  const int kind = shared ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE;
+  if (mmap(p, length, PROT_READ | PROT_WRITE, MAP_FIXED | kind, file, offset) == MAP_FAILED) {
+    return FailErrno("mapping " + std::to_string(bytes) + " bytes of a file", errno);
+  }
+  (void)madvise(p, length, MADV_HUGEPAGE);  // advice only, as in Reserve
+  return Status::Ok();
+}
+
 Status Drop(void* p, int64_t bytes) {
   if (p == nullptr || bytes < 0 || bytes > kLargest) {
     return Fail(HETERO_EINVAL, "drop of %lld bytes at %p: the address must not be null, the length not negative",
@@ -51,10 +67,11 @@ Status Drop(void* p, int64_t bytes) {
   const int64_t begin = RoundUp(address, page);
   const int64_t end = (address + bytes) / page * page;
   if (end <= begin) return Status::Ok();
-  if (madvise(static_cast<char*>(p) + (begin - address), static_cast<size_t>(end - begin), MADV_DONTNEED) != 0) {
-    return FailErrno("madvise(MADV_DONTNEED) of " + std::to_string(end - begin) + " bytes", errno);
-  }
-  return Status::Ok();
+  char* first = static_cast<char*>(p) + (begin - address);
+  const auto length = static_cast<size_t>(end - begin);
+  // Only shared pages of a file can be removed from it; others are this process's own.
+  if (madvise(first, length, MADV_REMOVE) == 0 || madvise(first, length, MADV_DONTNEED) == 0) return Status::Ok();
+  return FailErrno("madvise(MADV_DONTNEED) of " + std::to_string(end - begin) + " bytes", errno);
 }
 
 Status Unreserve(void* p, int64_t bytes) {

@@ -11,7 +11,9 @@
 namespace hetero {
 
 void* Reserve(int64_t bytes) noexcept;
-// Gives whole pages inside [p, p + bytes) back to the system; they read as zeros afterwards.
+// Replaces reserved pages by those of a file; see hetero_map.
+Status Map(void* p, int64_t bytes, int file, int64_t offset, bool shared);
+// Gives whole pages inside [p, p + bytes) back to the system; they read as zeros afterwards, or as the file that is not shared.
 Status Drop(void* p, int64_t bytes);
 Status Unreserve(void* p, int64_t bytes);
 

@@ -62,6 +62,35 @@ TEST(drop_gives_back_whole_pages_inside_the_range_only) {
   CHECK_OK(hetero::Unreserve(p, bytes));
 }
 
+TEST(a_shared_file_has_one_page_for_all_that_map_it) {
+  const int64_t bytes = 4 * PageBytes();
+  const int file = memfd_create("test", MFD_CLOEXEC);
+  REQUIRE(file >= 0 && ftruncate(file, 2 * bytes) == 0);
+  auto* one = static_cast<char*>(hetero::Reserve(bytes));
+  auto* other = static_cast<char*>(hetero::Reserve(bytes));
+  REQUIRE(one != nullptr && other != nullptr);
+  CHECK_OK(hetero::Map(one, bytes, file, bytes, true));
+  CHECK_OK(hetero::Map(other, bytes, file, bytes, false));
+  one[0] = 1;
+  CHECK_EQ(other[0], 1);
+  other[PageBytes()] = 2;  // stays there
+  CHECK_EQ(one[PageBytes()], 0);
+  one[PageBytes()] = 3;
+  CHECK_OK(hetero::Drop(other, bytes));
+  CHECK_EQ(other[PageBytes()], 3);
+  CHECK_OK(hetero::Map(other, bytes, file, bytes, true));
+  other[0] = 4;
+  CHECK_EQ(one[0], 4);
+  CHECK_OK(hetero::Drop(one, bytes));
+  CHECK_EQ(other[0], 0);
+  CHECK_EQ(ResidentPages(other + PageBytes(), bytes - PageBytes()), 0);
+  CHECK_EQ(hetero::Map(one, bytes, -1, 0, true).code(), HETERO_EINVAL);
+  CHECK_EQ(hetero::Map(one + 1, bytes, file, 0, true).code(), HETERO_EINVAL);
+  CHECK_OK(hetero::Unreserve(one, bytes));
+  CHECK_OK(hetero::Unreserve(other, bytes));
+  close(file);
+}
+
 TEST(bad_ranges_are_refused) {
   CHECK_EQ(hetero::Drop(nullptr, 4096).code(), HETERO_EINVAL);
   int local = 0;

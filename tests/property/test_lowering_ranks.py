@@ -29,13 +29,17 @@ class Case:
     capacity_bytes: int
     whole_bytes: int
     shared_memory: bool = True  # the devices are the host's own CPU
+    in_place: bool = False
 
     def lower(self) -> list[Schedule]:
         """All steps, beginning with empty caches."""
         resident, held = frozenset[int](), frozenset[int]()
         schedules: list[Schedule] = []
         for signature in self.signatures:
-            room = DeviceRoom(resident=held, capacity_bytes=self.whole_bytes, ranks=self.ranks, shared_memory=self.shared_memory)
+            room = DeviceRoom(
+                resident=held, capacity_bytes=self.whole_bytes, ranks=self.ranks, shared_memory=self.shared_memory,
+                gathers_in_place=self.in_place,
+            )  # fmt: skip
             schedules.append(
                 lower(self.plan, self.model.shape(), signature, resident=resident, capacity_bytes=self.capacity_bytes, device=room)
             )
@@ -97,6 +101,7 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         signatures.append(StepSignature(order=tuple(order), training=training, updates=draw(updates) if training else Updates.NONE))
     sizes = [(s.weight_bytes, p.weights) for s, p in zip(model.shape().blocks, rows, strict=True)]
     slices = [size for size, tier in sizes if tier is Tier.DISK]
+    in_place = draw(st.booleans())
     wholes = [size * ranks for size, tier in sizes if tier is not Tier.DEVICE]
     return Case(
         model=model,
@@ -104,8 +109,9 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         signatures=tuple(signatures),
         ranks=ranks,
         capacity_bytes=max(slices, default=0) + draw(st.integers(0, sum(slices))),
-        whole_bytes=max(wholes, default=0) + draw(st.integers(0, sum(wholes))),
+        whole_bytes=0 if in_place and on_host else max(wholes, default=0) + draw(st.integers(0, sum(wholes))),
         shared_memory=on_host,
+        in_place=in_place,
     )
 
 
@@ -233,7 +239,7 @@ MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
 @given(case=cases(), data=st.data())
 def test_malformed_schedules_are_caught(mutation: Callable[[Schedule], Schedule], case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
-    assume(any(op.kind in (OpKind.GATHER, OpKind.REDUCE) for op in schedule.ops))
+    assume(any(op.kind is OpKind.REDUCE or (op.kind is OpKind.GATHER and not case.in_place) for op in schedule.ops))
     with pytest.raises(ScheduleError):
         case.check(mutation(schedule))
 
@@ -265,8 +271,9 @@ def _with_gathers_that_wait_for_nothing(schedule: Schedule) -> Schedule:
         (_with_gathers_that_wait_for_nothing, "gathers slices of versions|while it is (used|written)|nothing to upload"),
     ],
 )
-def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule], said: str) -> None:
-    case, schedules = _disk_on_two_ranks()
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule], said: str, in_place: bool) -> None:
+    case, schedules = _disk_on_two_ranks(in_place=in_place)
     ranks = [[broken(schedule) for schedule in schedules]] * 2
     with pytest.raises((AssertionError, KeyError), match=said):
         _run_often(case, ranks)
@@ -286,12 +293,13 @@ def test_ranks_with_different_plans_do_not_meet() -> None:
         same_order([schedules[0], others[0]])
 
 
-def test_the_machines_find_nothing_wrong_with_these() -> None:
-    case, schedules = _disk_on_two_ranks()
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_machines_find_nothing_wrong_with_these(in_place: bool) -> None:
+    case, schedules = _disk_on_two_ranks(in_place=in_place)
     _run_often(case, [schedules] * 2)
 
 
-def _disk_on_two_ranks() -> tuple[Case, list[Schedule]]:
+def _disk_on_two_ranks(*, in_place: bool = False) -> tuple[Case, list[Schedule]]:
     """Three steps of four blocks that live on disk; two of them fit in memory."""
     row = BlockProfile(
         name="", num_params=8, num_trainable_params=8, forward_s=1.0, backward_s=2.0, forward_flop=1.0, activation_bytes=0,
@@ -308,6 +316,7 @@ def _disk_on_two_ranks() -> tuple[Case, list[Schedule]]:
         signatures=(step,) * 3,
         ranks=2,
         capacity_bytes=2 * 16,
-        whole_bytes=3 * 32,
+        whole_bytes=0 if in_place else 3 * 32,
+        in_place=in_place,
     )
     return case, case.lower()

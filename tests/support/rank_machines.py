@@ -15,7 +15,7 @@ from random import Random
 
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.schedule import Lane, OpKind, Payload, Schedule
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, Phase, Schedule
 from support.machine import Machine, Run
 
 
@@ -52,15 +52,30 @@ class RankMachines:
                 self._overwrites(rank, run)
             if self._is_collective(run) and not run.started and run.op is not None:
                 self.sent[rank] = self.machines[rank].value.get(("weights", "host", run.op.block), 0)
+            self._shares(rank, run)
             self.machines[rank].advance(run)
             if run.ended and run.op is not None:
                 self.num_commits[rank] += run.op.kind is OpKind.COMMIT
             if self.met < len(self.collectives[0]) and all(runs[self.met].ended for runs in self.collectives):
                 self.met += 1
 
-    @staticmethod
-    def _is_collective(run: Run) -> bool:
-        return run.op is not None and run.op.lane is Lane.NET and run.op.kind is not OpKind.RELEASE
+    def _is_collective(self, run: Run) -> bool:
+        if run.op is None or run.op.lane is not Lane.NET:
+            return False
+        machine = self.machines[0]
+        meets = not machine.schedules[run.schedule].copies and run.op.block != NO_BLOCK and machine.placed[run.op.block].on_disk
+        return meets or run.op.kind is not OpKind.RELEASE
+
+    def _shares(self, rank: int, run: Run) -> None:
+        """As compute begins and ends, ranks that share memory have the same weights in it."""
+        machine, anchor = self.machines[rank], run.anchor
+        if anchor is None or anchor.phase is Phase.VERDICT or machine.schedules[run.schedule].copies:
+            return
+        place = "weights", "host", anchor.block
+        if place not in machine.value and not machine.placed[anchor.block].below_device:  # nothing changes them
+            return
+        found = [one.value.get(place) for one in self.machines]
+        assert set(found) == {machine.value["weights", "device", anchor.block]}, f"{run} computes with slices of versions {found}"
 
     def _may(self, rank: int, run: Run) -> bool:
         if not self._is_collective(run):

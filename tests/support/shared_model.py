@@ -37,6 +37,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
+from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
@@ -130,7 +131,8 @@ class Looks(pl.Callback):
             own = part.run.view(WORLD, -1)
             if follows and not part.block.spec.pinned and not part.is_whole:
                 others = own[[rank for rank in range(WORLD) if rank != RANK]]
-                assert not others.count_nonzero() or others.isnan().all(), "pages of others are gone, or poisoned"
+                is_shared, poisoned = isinstance(part.arena, SharedArena), os.environ["LIGHTNING_HETERO_POISON"] == "1"
+                assert others.isnan().all() if poisoned else is_shared or not others.count_nonzero(), "they count no more"
                 module.seen.append(part.names[0])
             assert part.native is None or part.native.geometry.num_elements == own.shape[1]
         if not blocks[1].parts[0].is_whole:

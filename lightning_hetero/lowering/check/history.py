@@ -123,7 +123,7 @@ class History:
 
     def copied_bytes(self, block: int) -> int:
         """What the device's copy of a block's weights takes of its memory for such copies."""
-        return self.placed[block].shape.weight_bytes * self.ranks if self.placed[block].below_device else 0
+        return self.placed[block].shape.weight_bytes * self.schedule.copies if self.placed[block].below_device else 0
 
     def has_waited(self, op: int) -> bool:
         """Whether compute has waited for an op."""

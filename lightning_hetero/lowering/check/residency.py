@@ -37,6 +37,8 @@ def release(h: History, op: Op, _: Anchor) -> None:
     """Host memory is given back."""
     if op.block not in h.resident:
         h.fail("resident", op, op.block, "releases weights that are not in memory")
+    if not h.schedule.copies and op.block in h.held:
+        h.fail("resident", op, op.block, "releases its slice of weights that other ranks may still compute with")
 
 
 def release_unused(h: History, op: Op, anchor: Anchor) -> None:

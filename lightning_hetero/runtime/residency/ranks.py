@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.lowering import DeviceRoom
@@ -13,6 +13,8 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.live.geometry import versions
+from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.units import format_bytes
 
 
@@ -38,9 +40,11 @@ class RanksResidency(HostResidency):
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom]:
         """The blocks whose weights are whole and the newest."""
         whole = frozenset(b.index for b in self._blocks if _is_whole(b))
-        room = self._context.placement.device_cache_bytes
-        ranks = self._slices.collectives.ranks
-        return frozenset(), DeviceRoom(resident=whole, capacity_bytes=room, ranks=ranks, shared_memory=True)
+        room, slices = self._context.placement.device_cache_bytes, self._slices
+        return frozenset(), DeviceRoom(
+            resident=whole, capacity_bytes=room, ranks=slices.collectives.ranks, shared_memory=True,
+            gathers_in_place=slices.is_shared,
+        )  # fmt: skip
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Gives back what no RELEASE has, because the last batch had no schedule to its end."""
@@ -84,7 +88,7 @@ class RanksResidency(HostResidency):
         Raises:
             OutOfMemoryBudgetError: Blocks in use leave too little.
         """
-        if not self.is_away(block):
+        if not self.is_away(block) or self._slices.is_shared:
             return
         capacity = self._context.placement.device_cache_bytes
         whole = [b for b in self._blocks if b is not block and self.is_away(b) and _is_whole(b)]
@@ -105,11 +109,44 @@ class RanksResidency(HostResidency):
         """The rank has its slice, and updates nothing else."""
         yield
 
+    def open(self, block: Block) -> None:
+        """A use of the block begins.
+
+        Raises:
+            UnsupportedError: Code has changed weights that all ranks read.
+        """
+        if not block.uses:
+            _refuse_changes(block)
+        super().open(block)
+
     def shut(self, block: Block) -> None:
-        """A use of the block ends; its parameters become handles."""
+        """A use of the block ends; its parameters become handles.
+
+        Raises:
+            UnsupportedError: The block's code has changed weights that all ranks read.
+        """
+        if block.uses == 1:
+            _refuse_changes(block)
         super().shut(block)
         if not block.uses and self.is_released(block):
             self.parameters.hide(block)
+
+    def before_update(self, block: Block) -> None:
+        """The rank's slice will change.
+
+        Raises:
+            UnsupportedError: Code has changed weights that all ranks read.
+        """
+        _refuse_changes(block)
+
+
+def _refuse_changes(block: Block) -> None:
+    for part in block.parts:
+        if isinstance(part.arena, SharedArena) and part.arena.is_shared and (part.moved or part.versions != versions(part)):
+            raise UnsupportedError(
+                f"code has changed weights of block {block.name!r}, such as {part.names[0]!r}, which {part.own.ranks} ranks have "
+                f"in the same memory. Change them between batches, within `with strategy.materialize(...)`, which all ranks enter."
+            )
 
 
 def _is_whole(block: Block) -> bool:

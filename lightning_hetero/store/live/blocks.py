@@ -22,6 +22,7 @@ from lightning_hetero._native import Arena, NativePart, Ticket
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.format.in_place import InPlace
+from lightning_hetero.store.live.shared_memory import SharedArena, SharedFile
 from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, aligned_elements, is_dense
 from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
@@ -229,6 +230,11 @@ class Part:
         return self.stepped and not self.fresh
 
     @property
+    def is_filled_here(self) -> bool:
+        """Whether this process brings the weights that training begins with into the memory."""
+        return not isinstance(self.arena, SharedArena) or self.arena.is_filled_here
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weight memory, whole pages."""
         return round_up(self.num_elements * self.dtype.itemsize, PAGE)
@@ -361,13 +367,15 @@ def bind(
     *,
     alignment_bytes: int = ALIGNMENT_BYTES,
     own: Slice = WHOLE,
+    file: SharedFile | None = None,
 ) -> list[Block]:
     """Moves every parameter into reserved memory; meta parameters get memory without content.
 
     Meta parameters are replaced by new parameters in the modules that hold them, so this comes
     before the optimizers. Parameters that are ``away`` (offloaded by somebody else) get memory that
     they do not use yet. Each parameter starts at a multiple of ``alignment_bytes``. The rank has
-    its ``own`` slice of every part.
+    its ``own`` slice of every part. If the ranks share a ``file``, its memory gets the content of
+    the first one's parameters.
     """
     blocks: list[Block] = []
     trained: dict[int, Block] = {}  # by the spec of the rest
@@ -381,7 +389,7 @@ def bind(
         for name, param in spec.params.items():
             groups.setdefault((param.dtype, param.requires_grad), []).append(name)
         for (dtype, _), names in groups.items():
-            block.parts.append(_bind_part(root, block, names, dtype, away, alignment_bytes, own))
+            block.parts.append(_bind_part(root, block, names, dtype, away, alignment_bytes, own, file))
         blocks.append(block)
     return blocks
 
@@ -402,8 +410,9 @@ def parts_of(blocks: Iterable[Block]) -> list[Part]:
 
 
 def _reserve(
-    block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *, place: int, alignment_bytes: int, own: Slice
-) -> Part:
+    block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *,
+    place: int, alignment_bytes: int, own: Slice, file: SharedFile | None,
+) -> Part:  # fmt: skip
     """A part with memory of its own, which its parameters do not use yet."""
     offsets, total = [], 0
     for param in params:
@@ -412,15 +421,25 @@ def _reserve(
     total = max(total, aligned_elements(1, dtype.itemsize, alignment_bytes))
     if own.ranks > 1:  # whole pages, so that those of other slices can be given back
         total = own.ranks * round_up(-(-total // own.ranks), PAGE // dtype.itemsize)
-    arena = Arena(round_up(total * dtype.itemsize, PAGE))
+    num_bytes = round_up(total * dtype.itemsize, PAGE)
+    arena = Arena(num_bytes) if file is None else SharedArena(num_bytes, file)
     return Part(
         block=block, names=names, params=params, offsets=offsets, dtype=dtype, num_elements=total, arena=arena, place=place,
         alignment_bytes=alignment_bytes, own=own,
     )  # fmt: skip
 
 
-def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Parameter], bool], copies: bool) -> None:
+def split(
+    part: Part,
+    groups: Sequence[Sequence[int]],
+    *,
+    moves: Callable[[nn.Parameter], bool],
+    copies: bool,
+    file: SharedFile | None = None,
+) -> None:
     """Replaces a part of a block, which has no native part, by several with memory of their own.
+
+    If ranks share a file, no other rank reads the part meanwhile.
 
     Args:
         part: The part; its weights are in memory.
@@ -429,19 +448,24 @@ def split(part: Part, groups: Sequence[Sequence[int]], *, moves: Callable[[nn.Pa
             where they are.
         copies: The memory has content. Without content nothing is copied, so the new memory takes
             no pages.
+        file: The file that the ranks of this host share.
     """
     parts = []
     for indices in groups:
         names, params = [part.names[i] for i in indices], [part.params[i] for i in indices]
-        new = _reserve(part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes, own=part.own)
+        new = _reserve(
+            part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes, own=part.own, file=file
+        )
         for index, param in enumerate(new.params):
             if moves(param):
                 memory = new.memory(index)
                 with torch.no_grad():
-                    if copies:
+                    if copies and new.is_filled_here:
                         memory.copy_(param.data)
                     set_data(param, memory)
         parts.append(new)
+    if isinstance(part.arena, SharedArena) and part.is_filled_here:
+        part.arena.drop()
     position = part.block.parts.index(part)
     part.block.parts[position : position + 1] = parts
 
@@ -454,19 +478,28 @@ def _bind_part(
     away: Callable[[nn.Parameter], bool],
     alignment_bytes: int,
     own: Slice,
+    file: SharedFile | None,
 ) -> Part:
     params = [block.spec.params[n] for n in names]
     place = list(block.spec.order or block.spec.params).index(names[0])
-    part = _reserve(block, names, params, dtype, place=place, alignment_bytes=alignment_bytes, own=own)
+    part = _reserve(block, names, params, dtype, place=place, alignment_bytes=alignment_bytes, own=own, file=file)
     with torch.no_grad():
         for i, param in enumerate(params):
             memory = part.memory(i)
             if param.is_meta:
                 part.params[i] = block.spec.params[names[i]] = replace_everywhere(root, param, memory)
             elif not away(param):
-                memory.copy_(param.data)
+                if part.is_filled_here:
+                    memory.copy_(param.data)
                 set_data(param, memory)
     return part
+
+
+def keep_apart(blocks: Iterable[Block]) -> None:
+    """Ends the sharing of memory: what a rank writes is its own from now on."""
+    for part in [part for block in blocks for part in block.parts]:
+        if isinstance(part.arena, SharedArena):
+            part.arena.keep_apart()
 
 
 def back_to_meta(root: nn.Module, block: Block, names: Collection[str]) -> None:
