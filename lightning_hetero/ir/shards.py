@@ -85,13 +85,17 @@ class Shards:
 
     def pieces(self) -> Iterator[Piece]:
         """All elements of all parameters, in their order, cut where the owner changes."""
-        for param, (first, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
-            start = 0
-            while start < length:
-                rank, offset = divmod(first + start, self.slice_elements)
-                run = min(length - start, self.slice_elements - offset)
-                yield Piece(param=param, start=start, num_elements=run, rank=rank, offset=offset)
-                start += run
+        for param in range(len(self.lengths)):
+            yield from self.pieces_of(param)
+
+    def pieces_of(self, param: int) -> Iterator[Piece]:
+        """The same of one parameter."""
+        first, length, start = self.offsets[param], self.lengths[param], 0
+        while start < length:
+            rank, offset = divmod(first + start, self.slice_elements)
+            run = min(length - start, self.slice_elements - offset)
+            yield Piece(param=param, start=start, num_elements=run, rank=rank, offset=offset)
+            start += run
 
 
 def by_element(lengths: Sequence[int], ranks: int, *, multiple: int) -> Shards:

@@ -160,7 +160,7 @@ class Directories:
             path, default_root=self.default_root, manifest=manifest, needed_bytes=needed_bytes,
             capacity_bytes=self.options.disk_share, allow_tmpfs=self.options.allow_tmpfs,
             allow_rotational=self.options.allow_rotational, sharers=self.options.own.ranks, remedy=remedy,
-            layout=layout, resume=resume,
+            layout=layout, member=self.options.member, resume=resume,
         )  # fmt: skip
 
     def _scratch_path(self) -> Path | None:

@@ -373,9 +373,12 @@ class Handlers:
             slices.collectives.settle()
 
     def _agree(self, op: Op) -> Run:
-        """AGREE: all ranks have come here."""
-        collectives = self._on_ranks.collectives
-        return partial(_done, partial(collectives.met, collectives.announce(str(op.kind), op.block)))
+        """AGREE: all ranks have come here, and have the record of the step before."""
+        collectives, files = self._on_ranks.collectives, self._store.files
+        meeting = partial(collectives.met, collectives.announce(str(op.kind), op.block))
+        if files.others is None:
+            return partial(_done, meeting)
+        return partial(_done, partial(files.others.agree, meeting, files.step, files.last_commit))
 
     def _free(self, op: Op) -> Run | None:
         """RELEASE on the device."""

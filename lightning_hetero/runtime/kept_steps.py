@@ -24,9 +24,10 @@ from pathlib import Path
 
 from torch.optim import Optimizer
 
-from lightning_hetero._native import NativePart, Ticket
+from lightning_hetero._native import NativePart, PartGeometry, Ticket
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.optim.blockwise import why_whole
+from lightning_hetero.runtime.common_records import CommonRecords
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
@@ -40,7 +41,9 @@ from lightning_hetero.store.live.blocks import Block, Part, parts_of
 from lightning_hetero.store.live.geometry import may_differ
 from lightning_hetero.store.live.mirror_writes import arrange_mirrors, write_mirrors
 from lightning_hetero.store.live.mirrors import entry_of, mirror_bytes
+from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import open_recorded
+from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import KIB, format_bytes
 
@@ -89,6 +92,8 @@ class KeptSteps:
         self._is_too_large = False
         self._opened: _Open | None = None
         self._every, self._count = options.keep_every, 0
+        self._collectives, self._own_rank = options.collectives, options.own.rank
+        self._source: SpreadStep | None = None
         self._has_pins = False
         self._owners: list[list[int]] = []
         self.owners_changed()
@@ -116,10 +121,13 @@ class KeptSteps:
                 return f"optimizer {name} runs by its own code on the device, and its state is not in the store"
         return ""
 
-    def begin(self, store: TierStore, blobs: StateBlobs, layout: Mapping[str, object] | None) -> None:
+    def begin(
+        self, store: TierStore, blobs: StateBlobs, layout: Mapping[str, object] | None, source: SpreadStep | None = None
+    ) -> None:
         """The store is open. If the run resumes from it, reads its last record.
 
-        ``layout``, to resume: the parts of the model as a new manifest would have them.
+        ``layout``, to resume: the parts of the model as a new manifest would have them. ``source``:
+        the run resumes from these stores of other ranks, and this one is new.
 
         Raises:
             ConfigError: The record has other parts or other optimizers, or steps are not kept.
@@ -136,20 +144,25 @@ class KeptSteps:
         directory, states = store.files.directory, store.files.states
         if directory is None or states is None:
             raise HeteroError("steps are kept in a store with a directory; this one has none.")
-        self._opened = _Open(store, blobs, directory, states)
+        self._opened, self._source = _Open(store, blobs, directory, states), source
         store.describe = self._describe
+        if self._collectives is not None:
+            store.files.others = CommonRecords(self._collectives, store.files.step)
+        if layout is None or source is not None:
+            unpin(directory.path)  # of an earlier run, whose store this run has taken over
         self._has_pins = bool(pins(directory.path))
         if layout is None:
-            unpin(directory.path)  # of an earlier run, whose store this run has taken over
             return
-        found = record.parse(store.files.recovered)
-        same = all(directory.layout.get(key, value) == value for key, value in layout.items())  # older stores say less
+        path = directory.path if source is None else source.path
+        found = record.parse(store.files.recovered) if source is None else source.record
+        there = directory.layout if source is None else source.layout
+        same = all(there.get(key, value) == value for key, value in layout.items() if source is None or key != "alignment")
         if not same or len(found.parts) != len(self._parts):
             raise ConfigError(
-                f"store {str(directory.path)!r}: its parameters are grouped in another way, because others are frozen, of another "
+                f"store {str(path)!r}: its parameters are grouped in another way, because others are frozen, of another "
                 f"dtype, or with another optimizer, than now. Resume with model and optimizers as they were when training began."
             )
-        kept = record.state_of(found, directory.path, "optimizers")["optimizers"]
+        kept = record.state_of(found, path, "optimizers")["optimizers"]
         if len(kept) != len(self._bindings):
             raise ConfigError(f"the model has {len(self._bindings)} optimizers, the store {len(kept)}. Resume with the same ones.")
         for binding, books in zip(self._bindings, kept, strict=True):
@@ -160,7 +173,11 @@ class KeptSteps:
         self._entries = {part: entry.to_json() for part, entry in self._found.items()}
         blob_optimizers = {blob.optimizer for entry in found.parts for blob in entry.blobs}
         if max(blob_optimizers, default=0) >= len(self._bindings):
-            raise ConfigError(f"store {str(directory.path)!r}: its last record names an optimizer that it does not describe.")
+            raise ConfigError(f"store {str(path)!r}: its last record names an optimizer that it does not describe.")
+        if source is not None:
+            source.copy_state_files(directory.path)
+            states.adopt(found.files)
+            return
         store.files.adopt((block.id for entry in found.parts for block in entry.files), found.files)
 
     def _check_owners(self, kept: Sequence[Sequence[int]] | None) -> None:
@@ -180,12 +197,17 @@ class KeptSteps:
         numbers = {id(p): number for number, binding in enumerate(self._bindings) for p in binding.params()}
         self._owners = [sorted({numbers[id(p)] for p in part.params if id(p) in numbers}) for part in self._parts]
 
-    def adopt(self, part: Part) -> None:
-        """Opens a part as the record has it, with its optimizer state."""
+    def adopt(self, part: Part, geometry: PartGeometry | None) -> None:
+        """Opens a part with the weights and state of the record, where ``geometry`` has them."""
         entry = self._found.pop(part)
+        if self._source is not None:  # no record may come before all parts are here
+            self._source.bring(self._open.store, part, self._parts.index(part), geometry)
+            return
         open_recorded(self._open.store, part, entry)
         for blob in entry.blobs:
             self._open.blobs.adopt(part, blob, self._bindings[blob.optimizer].optimizer)
+        part.is_whole = part.own.ranks == 1
+        move(self._open.store, part, geometry, self.arrived)
 
     def _entry(self, part: Part) -> str:
         return entry_of(part, self._open.blobs.entries(part, [b.optimizer for b in self._bindings])).to_json()
@@ -232,6 +254,9 @@ class KeptSteps:
         if not self.kept or not self._state:
             return
         self._open.store.files.wait_for_commit()  # hooks as training starts may change what is written
+        if self._source is not None:
+            self._source.close(removes=self._own_rank == 0)
+            self._source = None
         if self._every > 1:
             self._pin()
 
@@ -242,6 +267,7 @@ class KeptSteps:
         files; it is empty if the state cannot be kept.
         """
         self._count += 1
+        self._open.store.files.before_write()
         whole = last or self._count % self._every == 0
         text = ""
         if whole:

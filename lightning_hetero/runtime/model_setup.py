@@ -22,7 +22,6 @@ from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.format.in_place import InPlace, SourceFile, TensorPlace, in_place
 from lightning_hetero.store.live.blocks import WHOLE, Block, Part, Slice, back_to_meta, bind, parts_of, replace_everywhere, split
 from lightning_hetero.store.live.geometry import own_versions
-from lightning_hetero.store.live.moves import move
 from lightning_hetero.store.live.native_parts import close_native, open_native, reset_native
 from lightning_hetero.store.live.shared_memory import SharedFile
 from lightning_hetero.store.live.tier_store import TierStore
@@ -159,8 +158,7 @@ class ModelSetup:
                 executor.slices.share(block)
             for part in block.parts:
                 if resumed is not None:
-                    resumed.adopt(part)
-                    move(store, part, placement.geometries.get(part), resumed.arrived)
+                    resumed.adopt(part, placement.geometries.get(part))
                 else:
                     _open(store, part, placement.geometries.get(part), is_read=is_read)
             if block.weights_on_disk:
@@ -175,6 +173,8 @@ class ModelSetup:
             elif executor.slices is not None and executor.residency.is_away(block):
                 executor.residency.parameters.hide(block)
                 executor.slices.release(block)()
+            elif resumed is not None:
+                executor.residency.bring(block, force=True)  # all of it, where ranks have slices
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]
             for name, param in later:

@@ -15,6 +15,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import Device
 from lightning_hetero.lowering.needs import NOTHING, Constant
 from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
+from lightning_hetero.store.format.manifest import Member
 from lightning_hetero.store.live.blocks import WHOLE, Slice
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
@@ -42,6 +43,7 @@ class SessionOptions:
     disk_capacity: int | None = None
     allow_tmpfs: bool = False
     allow_rotational: bool = False
+    member: Member | None = None  # the place of a new store at `disk_path` in a set
     new_run: bool = False  # a store with a kept step at `disk_path` is put aside
     trace: bool = False
     poison: bool = False

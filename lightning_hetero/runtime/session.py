@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hetero._native.process import Owner
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
@@ -28,11 +27,9 @@ from lightning_hetero.runtime import other_optimizers
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
 from lightning_hetero.runtime.announcement import Allowed, announce
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
-from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.context import Run, RunContext
 from lightning_hetero.runtime.device.setup import lanes_of, side_of
-from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.kept_steps import KeptSteps, commit_ring, frozen_parts, part_names
@@ -43,24 +40,23 @@ from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.session_copies import Copies
 from lightning_hetero.runtime.slices import slices_of
-from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import peak_resident_bytes
-from lightning_hetero.store.format.earlier_runs import aside, refusal
 from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.format.snapshots import check_room, snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.blocks import keep_apart
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.moved_weights import bring_back_all
+from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 
-class Session(Budgets):
+class Session(Copies):
     """The runtime of one model; see :class:`Budgets` for its arguments."""
 
     def __init__(
@@ -68,18 +64,15 @@ class Session(Budgets):
         alignment_bytes: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(root, options, content, built, alignment_bytes)
-        self._owner = Owner()
         self.recorder = Recorder(enabled=options.trace)
-        self.directories = Directories(root, self.blocks, options)
         self._trained = {id(p) for p in root.parameters() if p.requires_grad}  # before callbacks unfreeze any
         self._obstacle, self._was_cut_late = "", False  # why steps cannot be kept
         self._handles: list[RemovableHandle] = []
         self._watched: list[Watched] = []  # parameters whose `data` is not torch's own
         self._resumes = self._fits = False
+        self._source: SpreadStep | None = None
         self._has_grown = False  # weights train that were frozen when the plan in force was checked
         self._final_report: dict[str, int] = {}
-        self._state_snapshot: StateSnapshot | None = None  # a thread reads the store
-        self._last_steps = self.steps  # of the last fit; a parked model may have been evaluated since
 
     @property
     def _layout(self) -> dict[str, object]:
@@ -104,7 +97,7 @@ class Session(Budgets):
 
     def start(
         self, optimizers: Sequence[Optimizer] | None, rules: StepRules, *, default_root: Path, resume: bool = False,
-        with_state: Collection[int] = (), in_place: Sequence[InPlace | None] = (),
+        with_state: Collection[int] = (), in_place: Sequence[InPlace | None] = (), source: SpreadStep | None = None,
     ) -> None:  # fmt: skip
         """Places the model and starts the engine. Weights leave memory as far as the budget asks.
 
@@ -116,6 +109,7 @@ class Session(Budgets):
             resume: ``disk_path`` holds an earlier run's store, whose last step counts.
             with_state: The ``id``s of parameters for which that store has optimizer state.
             in_place: Where that store's last step has the weights of each part, if not in it.
+            source: A step of other ranks, from which the new store at ``disk_path`` begins.
 
         Raises:
             OutOfMemoryBudgetError: The plan does not fit ``host_memory`` or ``device_memory``.
@@ -127,7 +121,7 @@ class Session(Budgets):
         begin_s = now_s()
         weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
         log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
-        self._fits, self.rules, self._resumes = optimizers is not None, rules, resume
+        self._fits, self.rules, self._resumes, self._source = optimizers is not None, rules, resume, source
         if optimizers is not None:
             self.bindings = [
                 OptimizerBinding(
@@ -170,7 +164,7 @@ class Session(Budgets):
         for block in self.blocks:  # of a parked session
             bring_back_all(block)
         if parked is None or self._fits:
-            self._setup.bring(self.store, executor, placement, resumed=self.steps if resume else None)
+            self._setup.bring(self.store, executor, placement, resumed=self.steps if resume or source else None)
             homes = [(p, part, i) for b in self.blocks for part in b.parts for i, p in enumerate(part.params)]
             for binding in self.bindings:
                 binding.place(self.store, homes)
@@ -213,7 +207,7 @@ class Session(Budgets):
         side = side_of(self.options.device, lanes, store)
         slices = slices_of(self.options, self.blocks, placement.plan, self.file)
         updater = Updater(store, side, slices)
-        self.steps.begin(store, updater.blobs, self._layout if self._resumes else None)
+        self.steps.begin(store, updater.blobs, self._layout if self._resumes or self._source else None, self._source)
         updater.own(self.bindings)
         self.recorder.observe(lanes, [block.name for block in self.blocks])
         run = Run(
@@ -319,10 +313,6 @@ class Session(Budgets):
         """Whether anything lives on disk."""
         return self.store is not None and self.store.files.directory is not None
 
-    def disk_root(self) -> Path:
-        """An existing directory on the disk where files are or would be."""
-        return self.directories.disk_root(self.store)
-
     # ---- while it runs ---------------------------------------------------------------------------
 
     def _on_step(self, binding: OptimizerBinding, scale: float) -> None:
@@ -407,74 +397,11 @@ class Session(Budgets):
         """The binding of one of the optimizers."""
         return next((b for b in self.bindings if b.optimizer is optimizer), None)
 
-    def drain(self) -> None:
-        """Waits for all updates under way."""
-        self._check_process()
-        if self.executor is not None:
-            self.executor.drain()
-
     def _settle_state(self, writes: str = "") -> None:
         if writes and self.executor is not None:
             self.executor.changed_early(writes)
         if self.executor is not None and self.executor.device is not None:
             self.executor.lanes.drain()
-
-    def commit(self) -> None:
-        """Commits the writes of a checkpoint load, so that they survive."""
-        if self.store is not None:
-            self.store.commit()
-
-    def snapshot(self, path: Path, leaving: Sequence[Path] = ()) -> None:
-        """Links the last kept step to another path. Replaces a checkpoint there.
-
-        Checkpoints ``leaving`` are removed before training goes on.
-
-        Raises:
-            ConfigError: Something else is at ``path``.
-            OutOfDiskError: There is no room for the fresh files that training will then need.
-            StoreBusyError: A process uses the checkpoint at ``path``.
-            StoreError: A transfer or a system call failed.
-        """
-        source, names = self.disk_root(), self.running.store.files.committed()
-        check_room(source, path, names, leaving=(path, *leaving))
-        snapshot(source, path, names, replace=True)
-
-    def make_way(self) -> None:
-        """Moves the last fit's kept step aside: the parked model will be trained anew in its store.
-
-        Raises:
-            ConfigError: There is a kept step, and ``new_run`` is false.
-            StoreError: A system call failed.
-        """
-        steps, store = self._last_steps, self.store
-        if store is None or store.files.directory is None or not steps.last_kept:
-            return
-        path = store.files.directory.path
-        if not self.options.new_run:
-            raise refusal(path, steps.last_kept)
-        steps.put_aside(aside(path))
-
-    def snapshot_state(self) -> StateSnapshot:
-        """A snapshot of model and optimizers, for a thread that reads while training goes on.
-
-        The caller closes it. Until then the store's directory stays.
-
-        Raises:
-            StoreError: A transfer or a system call failed.
-        """
-        self._check_process()
-        self._end_snapshot()  # one at a time: linked files take space as training goes on
-        self.drain()
-        parts = [part for block in self.blocks for part in block.parts]
-        self._state_snapshot = take_snapshot(
-            self.store, parts, self.disk_root(), room_bytes=self.directories.room_bytes(self.store)
-        )
-        return self._state_snapshot
-
-    def _end_snapshot(self) -> None:
-        if self._state_snapshot is not None:
-            self._state_snapshot.wait()
-            self._state_snapshot = None
 
     def keep_step(self, state: Callable[[StateFiles], str], *, last: bool) -> None:
         """The batch of an ``optimizer.step()`` is over: commits it; see :meth:`KeptSteps.keep`."""
@@ -531,10 +458,6 @@ class Session(Budgets):
             binding.unbind(read=self.options.collectives is None)
         self._close()
         return False
-
-    def _check_process(self) -> None:
-        if self.store is not None:
-            self._owner.check("the offloaded model")
 
     def has_model(self) -> bool:
         """Whether the parameters still use this session's memory: another Trainer may have them."""

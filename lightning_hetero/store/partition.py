@@ -22,6 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import TRAINED, is_divided
+from lightning_hetero.store.raw_memory import PAGE
 from lightning_hetero.units import round_up
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,18 @@ def aligned_elements(num_elements: int, itemsize: int, alignment_bytes: int) -> 
             where only the engine's multiple of elements counts.
     """
     return round_up(num_elements, max(_ELEMENTS, alignment_bytes // itemsize))
+
+
+def laid_out(lengths: Sequence[int], itemsize: int, alignment_bytes: int, ranks: int = 1) -> tuple[list[int], int]:
+    """Where the parameters of a part start in its memory, and its length, in elements.
+
+    Several ranks have equal slices of whole pages, so that those of the others can be given back.
+    """
+    ends = list(accumulate((aligned_elements(n, itemsize, alignment_bytes) for n in lengths), initial=0))
+    total = max(ends[-1], aligned_elements(1, itemsize, alignment_bytes))
+    if ranks > 1:
+        total = ranks * round_up(-(-total // ranks), PAGE // itemsize)
+    return ends[:-1], total
 
 
 @dataclass(eq=False, slots=True)

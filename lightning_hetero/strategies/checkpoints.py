@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +23,9 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.store.format.earlier_runs import bring, comes_from, make_way
 from lightning_hetero.store.format.pins import roll_back
-from lightning_hetero.strategies import checkpoint_io, frozen_base, resume
+from lightning_hetero.store.format.sets import has_ranks
+from lightning_hetero.store.live.spread_step import SpreadStep
+from lightning_hetero.strategies import checkpoint_io, frozen_base, rank_stores, resume
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.resume import State
@@ -56,6 +59,8 @@ class _Run(Protocol):
 
     def drop_session(self) -> None: ...
 
+    def change(self, options: SessionOptions) -> None: ...
+
 
 class Checkpoints:
     """Saves and loads for a strategy that offloads, around Lightning's own methods.
@@ -67,6 +72,7 @@ class Checkpoints:
         self._run = run
         # The training state of the store at ``ckpt_path``, from its loading until training starts.
         self.resumed: State | None = None
+        self.source: SpreadStep | None = None  # it is of another number of ranks, and this run has a new store
         self.opened = ExitStack()  # the files of a store that is evaluated, until its weights are loaded
         self.tunes = False  # one of Lightning's tuners tries steps, and undoes them
         self._base: frozen_base.FrozenBase | None = None  # of the current model
@@ -197,7 +203,7 @@ class Checkpoints:
 
     def load(self, plain: Callable[[], State], path: PathLike) -> State:
         """Loads a checkpoint file, or a store that a fit continues or an evaluation reads."""
-        self.resumed = None
+        self._forget_resumed()
         self.opened.close()
         self.tunes &= not _is_of_tuner(path)
         if not resume.is_store(path):
@@ -213,6 +219,9 @@ class Checkpoints:
             )
         own = own.absolute()
         run.drop_session()  # that of a model left on disk: the store must not be open twice
+        if run.options.own.ranks > 1 or has_ranks(store):
+            return resume.as_checkpoint(self._of_ranks(store, own), precision)
+        resume.refuse_slice(store)
         if not own.exists() or not store.samefile(own):
             store = self._brought(store, own)
         elif run.options.new_run:
@@ -225,6 +234,33 @@ class Checkpoints:
         if kept != store:
             roll_back(store, kept)
         return resume.as_checkpoint(self.resumed, precision)
+
+    def _of_ranks(self, store: Path, own: Path) -> State:
+        """The training state of what ranks have kept below one directory."""
+        run, root = self._run, rank_stores.root_of(own, self._run.options.own)
+        if not root.exists() or not store.samefile(root):
+            raise ConfigError(
+                f"ckpt_path {str(store)!r} holds, or is for, stores of several ranks, and disk_path is {str(root)!r}. Pass the "
+                f"same path as both: the run goes on there. To keep what is there as it is, copy it before with cp -a."
+            )
+        found = rank_stores.go_on(own, run.options.own, run.options.collectives)
+        if found is None:
+            kept = resume.last_kept(own)
+            self.resumed = self._state_of(kept)
+            if kept != own:
+                roll_back(own, kept)
+            return self.resumed
+        self.source, member = found
+        run.change(replace(run.options, member=member))
+        self.resumed = resume.checked_state(self.source.record, self.source.path)
+        resume.check_loops(self.resumed, self.source.path, run.module.trainer)
+        return self.resumed
+
+    def _forget_resumed(self) -> None:
+        self.resumed = None
+        if self.source is not None:
+            self.source.close(removes=False)
+            self.source = None
 
     def _state_of(self, kept: Path) -> State:
         state = resume.read_state(kept)
@@ -312,7 +348,7 @@ class Checkpoints:
             )  # fmt: skip
         self._links = []
         self.base.ends(session)
-        self.resumed = None
+        self._forget_resumed()
         self.opened.close()
 
     def __getstate__(self) -> dict[str, object]:

@@ -65,6 +65,15 @@ def set_random_state(state: RandomStates) -> None:
         raise ConfigError(f"the random numbers of the commit record do not fit this process: {error}.") from error
 
 
+def begin_apart(rank: int) -> None:
+    """Goes on with random numbers of a rank's own, from the state that another rank has as well."""
+    seed = (int(torch.randint(2**31, ())) + rank) % 2**32
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
 def _same(one: RandomStates, other: RandomStates) -> bool:
     """Whether two states of the host's global random generators are equal."""
     if one["python"] != other["python"] or not torch.equal(one["torch"], other["torch"]) or one.keys() != other.keys():

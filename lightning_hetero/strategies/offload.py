@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -31,8 +32,8 @@ from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
-from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.store.format.manifest import alignment_in
+from lightning_hetero.strategies import rank_stores
 from lightning_hetero.strategies.checkpoints import Checkpoints, local_root
 from lightning_hetero.strategies.devices import move_rest, optimizers_to_host
 from lightning_hetero.strategies.model_changes import ModelChanges, kept_scales
@@ -208,7 +209,9 @@ class OffloadRun:
         else:
             self.drop_session()
             if fits and self.options.disk_path is not None:
-                make_way(self.options.disk_path.absolute(), new_run=self.options.new_run)
+                own, place = self.options.own, self.options.disk_path.absolute()
+                member = rank_stores.begin(place, own, self.options.collectives, new_run=self.options.new_run)
+                self.change(replace(self.options, member=member))
         strategy = self.strategy
         with nullcontext() if self.built is None else self.built.observed():
             strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
@@ -216,7 +219,7 @@ class OffloadRun:
         if fits:
             self._leave_room_for_reference()
         quantizing.unpack(module)
-        content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self.options.disk_path
+        content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self._resumed_path
         if resumed is None and (self.trainer is None or self.trainer.ckpt_path is None):
             if self.choices.weights is None:
                 refuse_random_base(module, lambda name, p: None if self.built is None else self.built.given(name, p))
@@ -224,9 +227,15 @@ class OffloadRun:
                 module, () if content is None else content, lambda name, p: self.built is not None and self.built.knows(name, p)
             )
         self.checkpoints.base.placed(content)
-        alignment = None if resumed is None or path is None else alignment_in(path.absolute())
+        alignment = None if resumed is None or path is None else alignment_in(path)
         self.session = session = Session(module, self.options, content, self.built, alignment)
         return session
+
+    @property
+    def _resumed_path(self) -> Path | None:
+        """The store that a resume goes on in; ``None`` if it begins a new one."""
+        path = self.options.disk_path
+        return None if path is None or self.checkpoints.source is not None else path.absolute()
 
     def _start_fit(self, trainer: pl.Trainer, session: Session, resumed: State | None) -> None:
         strategy, module = self.strategy, self.module
@@ -238,7 +247,8 @@ class OffloadRun:
         if resumed is not None:
             adapter_settings.check(module, resumed.get(adapter_settings.KEY, {}), strict=module.strict_loading)
         changes.to_model()
-        rules, path = step_rules(trainer, module, strategy.precision_plugin), self.options.disk_path
+        rules, source = step_rules(trainer, module, strategy.precision_plugin), self.checkpoints.source
+        path = None if resumed is None else self._resumed_path
         if self._peers is not None:
             rules = self._peers.rules(rules)
         strategy.setup_precision_plugin()
@@ -249,8 +259,8 @@ class OffloadRun:
             callbacks_of(trainer).insert(0, self._callback)
         with changes.in_groups():
             session.start(
-                optimizers, rules, default_root=local_root(trainer), resume=resumed is not None, with_state=changes.with_state(),
-                in_place=() if resumed is None or path is None else read_places(path.absolute()),
+                optimizers, rules, default_root=local_root(trainer), resume=path is not None, with_state=changes.with_state(),
+                in_place=() if path is None else read_places(path), source=source,
             )  # fmt: skip
         changes.placed()
         state = TrainingState(trainer, changes) if session.keeps_steps else None

@@ -23,6 +23,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.slice_reads import SliceReads
+from lightning_hetero.store.format.sets import place_of
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
@@ -99,7 +100,9 @@ class HeteroOffloadRanks(_Base):
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
-        self.run.change(replace(options, engine=engine, collectives=Collectives(group)))
+        collectives, root = Collectives(group), self.run.choices.options.disk_path
+        place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
+        self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
 
     def _check_options(self) -> None:
         """Refuses what several ranks do not have yet.
@@ -184,14 +187,14 @@ class HeteroOffloadRanks(_Base):
         return self._kept if slices is None else slices.reads  # after the fit, or before the ranks are connected
 
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """Loads a checkpoint file; each rank takes its slices of it.
+        """Loads a checkpoint file, or the stores of the ranks; each takes its slices of it.
 
         Raises:
-            UnsupportedError: The path is a store, which one process has written.
+            UnsupportedError: An evaluation would read stores.
         """
-        if is_store(checkpoint_path):
+        if is_store(checkpoint_path) and not lightning_of(self).is_fit(self.run.module.trainer):
             raise self._refusal(
-                f"ckpt_path={str(checkpoint_path)!r}, a store",
+                f"ckpt_path={str(checkpoint_path)!r}, a store, in an evaluation",
                 "Pass a checkpoint file: `lightning-hetero export` makes one of weights.",
             )
         return Offloading.load_checkpoint(self, checkpoint_path, weights_only)
@@ -241,8 +244,8 @@ def _given(choices: Choices) -> dict[str, object]:
     """Options that only one process has."""
     options = choices.options
     return {
-        "device": options.device, "disk_path": options.disk_path, "weights": choices.weights, "verify": choices.verify,
-        "exclude_frozen_parameters": choices.exclude_frozen, "chunked_head": choices.chunked_head,
+        "device": options.device, "link_checkpoints": choices.link_checkpoints, "weights": choices.weights,
+        "verify": choices.verify, "exclude_frozen_parameters": choices.exclude_frozen, "chunked_head": choices.chunked_head,
     }  # fmt: skip
 
 

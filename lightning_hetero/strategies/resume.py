@@ -20,10 +20,11 @@ from lightning_hetero.store.format import record, stored_model, value_shapes
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, read_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, member_of, read_manifest
 from lightning_hetero.store.format.pins import pins
+from lightning_hetero.store.format.sets import stores_in
 from lightning_hetero.store.format.stored_model import has_lost_records
-from lightning_hetero.strategies.data import TrainingData, restore_validation, set_random_state
+from lightning_hetero.strategies.data import TrainingData, begin_apart, restore_validation, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.untyped import Options, Trainer
 
@@ -39,8 +40,26 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def is_store(path: object) -> bool:
-    """Whether a ``ckpt_path`` is a store's directory."""
-    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and (Path(path) / MANIFEST).is_file()
+    """Whether a ``ckpt_path`` is a store's directory, or one in which ranks have stores."""
+    return isinstance(path, str | os.PathLike) and "://" not in os.fspath(path) and bool(stores_in(Path(path)))
+
+
+def refuse_slice(path: Path) -> None:
+    """Refuses a store that has one rank's slices alone.
+
+    Raises:
+        ConfigError: It says where all of them are.
+    """
+    manifest_fd = os.open(path / MANIFEST, _FLAGS)
+    try:
+        member = member_of(path, read_manifest(path, manifest_fd))
+    finally:
+        os.close(manifest_fd)
+    if member.ranks > 1:
+        raise ConfigError(
+            f"ckpt_path {str(path)!r} is the store of rank {member.rank} of {member.ranks}, which has slices of the model. Pass "
+            f"the directory above, as ckpt_path and disk_path: any number of devices goes on from there."
+        )
 
 
 def last_kept(path: Path) -> Path:
@@ -72,7 +91,7 @@ def read_state(path: Path) -> State:
             f"from a checkpoint. To begin anew, leave ckpt_path out and pass new_run=True to the strategy: the store is then "
             f"renamed, and stays."
         ) from error
-    return _checked_state(last, path)
+    return checked_state(last, path)
 
 
 def read_places(path: Path) -> list[InPlace | None]:
@@ -80,7 +99,13 @@ def read_places(path: Path) -> list[InPlace | None]:
     return [entry.in_place for entry in _last_record(path).parts]
 
 
-def _checked_state(last: record.StepRecord, path: Path) -> State:
+def checked_state(last: record.StepRecord, path: Path) -> State:
+    """The training state of a record.
+
+    Raises:
+        ConfigError: It stands for no step, or its state cannot be used.
+        StoreCorruptError: A state file is missing, or not what the record names.
+    """
     state = record.state_of(last, str(path))
     record.check_state(state, path, value_shapes.Fields(record.STATE))
     return state
@@ -102,7 +127,7 @@ def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Preci
     if store.record is None:
         opened.close()  # the store is opened once more, to say why
         raise _no_record(path)
-    state = _checked_state(record.parse(store.record.user), store.path)
+    state = checked_state(record.parse(store.record.user), store.path)
     weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in stored_model.stored_weights(store)}
     first = {parameter: name for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -227,12 +252,10 @@ def go_on(trainer: Trainer, state: State, data: TrainingData) -> None:
     end_batch(trainer)
     # Lightning does not know that the data is at the right place.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-    try:
-        set_random_state(state["random"][str(trainer.global_rank)])
-    except KeyError as error:
-        raise ConfigError(
-            f"the store has no random numbers of rank {trainer.global_rank}; resume with as many processes."
-        ) from error
+    random = state["random"]
+    set_random_state(random.get(str(trainer.global_rank)) or next(iter(random.values())))
+    if str(trainer.global_rank) not in random:  # there were fewer ranks: this one goes on from another one's, apart from it
+        begin_apart(trainer.global_rank)
 
 
 def _begin_averaging(trainer: Trainer) -> None:

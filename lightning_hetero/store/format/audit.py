@@ -2,7 +2,7 @@
 
 This is a second reader of the format in docs/store-format.md, beside the native one. It needs only
 the directory, since the head of every slot file has its geometry. It checks everything before it
-uses it, and writes nothing.
+uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_hetero._native.geometry import PartGeometry
 from lightning_hetero._native.kernels import digest
 from lightning_hetero._native.library import BF16, F16, F32, U8
 from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError, StoreError
-from lightning_hetero.store.format.manifest import MANIFEST, READABLE, identity_of, lock_manifest, read_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, READABLE, identity_of, lock_manifest, open_manifest, read_manifest
 from lightning_hetero.store.format.record import files_of
 from lightning_hetero.store.format.state_files import fault_of
 from lightning_hetero.store.raw_memory import PAGE, memory_of
@@ -119,11 +119,13 @@ class StoreFiles:
 
     Args:
         path: The directory.
+        locks: Lock it; false if another process of the same run has done so.
 
     Attributes:
         path: The directory.
         manifest: Its manifest.
-        record: The newest record whose checksum is right; ``None`` if there is none.
+        records: The records whose checksum is right, the newest last.
+        record: The one whose step is read: the newest of them; ``None`` if there is none.
         notes: What is wrong with records beside the newest whole one: a process that is killed
             while it writes one leaves it torn.
 
@@ -132,16 +134,17 @@ class StoreFiles:
         StoreBusyError: A living process uses it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, locks: bool = True) -> None:
         self.path = Path(path)
         self.notes: list[Fault] = []
+        self.records: list[CommitRecord] = []
         self.record: CommitRecord | None = None
         try:
             self._directory = os.open(self.path, _DIRECTORY)
         except OSError as error:
             raise ConfigError(f"{str(self.path)!r} cannot be opened: {error.strerror}. Give a store's directory.") from error
         try:
-            manifest = lock_manifest(self.path, self._directory)
+            manifest = lock_manifest(self.path, self._directory) if locks else open_manifest(self.path, self._directory)
             if manifest is None:
                 raise ConfigError(f"{str(self.path)!r} has no {MANIFEST}: it is not a store. Give a store's directory.")
             self._lock = manifest
@@ -231,10 +234,9 @@ class StoreFiles:
             if size % (_RING * PAGE) or not PAGE <= length <= _RECORD_BYTES_MAX:
                 self.notes.append(Fault(-1, "COMMIT", 0, f"{size} bytes are not {_RING} records of whole pages"))
                 return
-            for place in range(_RING):
-                found = self._read_record(descriptor, place, length)
-                if found is not None and (self.record is None or found.sequence > self.record.sequence):
-                    self.record = found
+            found = (self._read_record(descriptor, place, length) for place in range(_RING))
+            self.records = sorted(filter(None, found), key=lambda record: record.sequence)
+            self.record = self.records[-1] if self.records else None
         finally:
             os.close(descriptor)
         if self.record is None and not self.notes:
@@ -266,6 +268,29 @@ class StoreFiles:
         entries = enumerate(_ENTRY.iter_unpack(payload[: num_blocks * _ENTRY.size]))
         blocks = tuple(CommittedBlock(i, s, w, slot, bool(h)) for i, (s, w, slot, h) in entries if slot in (0, 1))
         return CommitRecord(sequence, step, blocks, payload[num_blocks * _ENTRY.size :])
+
+
+def repeat_record(store: Path, sequence: int, behind: int) -> None:
+    """Writes a copy of a whole record of a store's ring as its record number ``behind``.
+
+    Raises:
+        StoreError: A system call failed.
+    """
+    try:
+        ring = os.open(store / "COMMIT", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            length = os.fstat(ring).st_size // _RING
+            content = os.pread(ring, length, sequence % _RING * length)
+            fields = _RECORD.unpack(content[: _RECORD.size])
+            head = _RECORD.pack(*fields[:2], behind, *fields[3:-1], 0)
+            size = _RECORD.size + fields[4] * _ENTRY.size + fields[5]
+            crc = crc32c(content[_RECORD.size : size], crc32c(head))
+            os.pwrite(ring, head[:-4] + crc.to_bytes(4, "little") + content[_RECORD.size :], behind % _RING * length)
+            os.fsync(ring)
+        finally:
+            os.close(ring)
+    except OSError as error:
+        raise StoreError(f"{str(store / 'COMMIT')!r} cannot be written: {error.strerror}. Nothing is lost: try again.") from error
 
 
 def _read_at(descriptor: int, file: Path, offset: int, length: int, whose: str = "") -> bytes:

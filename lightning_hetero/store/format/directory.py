@@ -23,10 +23,12 @@ from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
 from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.manifest import (
     MANIFEST,
+    Member,
     check_same_store,
     identity_of,
     layout_of,
     lock_manifest,
+    member_of,
     read_manifest,
     write_manifest,
 )
@@ -35,6 +37,7 @@ from lightning_hetero.units import format_bytes
 
 PREFIX = "lightning-hetero-"
 STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
+OF_RANK = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")  # the directory of one store of a set
 
 # Without MANIFEST itself, which goes last.
 _OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")
@@ -87,6 +90,7 @@ class StoreDirectory:
     Attributes:
         layout: ``num_blocks`` and ``user_bytes`` of the commit ring, and the names of each part's
             parameters.
+        member: Its place in a set; ``None``: it is the only store of its run.
 
     Contract: one process uses it until :meth:`close`. It touches only names of its own, through a
     file descriptor of the directory, and follows no symbolic link. The native store opens and locks
@@ -101,12 +105,13 @@ class StoreDirectory:
         identity: uuid.UUID,
         *,
         layout: dict[str, Any],
+        member: Member | None,
         temporary: bool,
         made: bool,
         in_memory: bool,
     ) -> None:
         self._path = path
-        self.layout = layout
+        self.layout, self.member = layout, member
         self._uuid = identity
         self._temporary = temporary
         self._in_memory = in_memory
@@ -130,6 +135,7 @@ class StoreDirectory:
         sharers: int = 1,
         remedy: str = _FEWER_BLOCKS,
         layout: dict[str, Any] | None = None,
+        member: Member | None = None,
         resume: bool = False,
     ) -> StoreDirectory:
         """Makes the directory of a store, or takes over that of an earlier run.
@@ -148,8 +154,9 @@ class StoreDirectory:
             remedy: How less can be written, for errors.
             layout: What a resume has to know to open the files, as JSON-able data; see
                 :attr:`layout`.
-            resume: Keep the files that are there, and their uuid and layout, instead of starting
-                anew.
+            member: The place of a new store in a set.
+            resume: Keep the files that are there, and their uuid, layout and set, instead of
+                starting anew.
 
         Raises:
             ConfigError: The path, its file system or what it holds is refused.
@@ -166,12 +173,12 @@ class StoreDirectory:
         _check_capacity(place, limits)
         try:
             if path is not None:
-                return cls._open_path(place, geometry, limits, layout or {}, temporary=False, resume=resume)
+                return cls._open_path(place, geometry, limits, layout or {}, member, temporary=False, resume=resume)
             remove_leftovers(place)
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
             try:
                 made.chmod(0o700)  # whatever the umask
-                return cls._open_path(made, geometry, limits, layout or {}, temporary=True, resume=False)
+                return cls._open_path(made, geometry, limits, layout or {}, None, temporary=True, resume=False)
             except BaseException:
                 _remove_directory(made)
                 raise
@@ -182,7 +189,15 @@ class StoreDirectory:
 
     @classmethod
     def _open_path(
-        cls, path: Path, geometry: dict[str, Any], limits: DiskLimits, layout: dict[str, Any], *, temporary: bool, resume: bool
+        cls,
+        path: Path,
+        geometry: dict[str, Any],
+        limits: DiskLimits,
+        layout: dict[str, Any],
+        member: Member | None,
+        *,
+        temporary: bool,
+        resume: bool,
     ) -> StoreDirectory:
         made = _make_private(path)
         with contextlib.ExitStack() as undo:
@@ -203,6 +218,7 @@ class StoreDirectory:
                 check_same_store(path, old, geometry)
                 if resume:
                     identity, layout, origin = identity_of(path, old), layout_of(path, old), old.get("origin")
+                    member = None if "set" not in old else member_of(path, old)
                     wait_for_files(path, _own_names(directory_fd))
             volume = _check_volume(path, directory_fd, limits)
             if old_fd is not None and not resume:
@@ -213,15 +229,15 @@ class StoreDirectory:
                 )  # fmt: skip
             manifest_fd = write_manifest(
                 path, directory_fd, identity, geometry, layout=layout, temporary=temporary, replace=old_fd is not None,
-                origin=origin,
+                origin=origin, member=member,
             )  # fmt: skip
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)
         in_memory = volume.filesystem in MEMORY_FILESYSTEMS
         return cls(
-            path, directory_fd, manifest_fd, identity, layout=layout, temporary=temporary, made=made or temporary,
-            in_memory=in_memory,
+            path, directory_fd, manifest_fd, identity, layout=layout, member=member, temporary=temporary,
+            made=made or temporary, in_memory=in_memory,
         )  # fmt: skip
 
     @property
@@ -440,7 +456,8 @@ def _check_owner(path: Path, directory_fd: int) -> None:
 
 
 def _check_empty(path: Path, directory_fd: int) -> None:
-    foreign = sorted(n for n in os.listdir(directory_fd) if not _OURS.fullmatch(n) or not n.startswith(MANIFEST))
+    ours = (n for n in os.listdir(directory_fd) if (_OURS.fullmatch(n) and n.startswith(MANIFEST)) or OF_RANK.fullmatch(n))
+    foreign = sorted(set(os.listdir(directory_fd)).difference(ours))
     if foreign:
         raise ConfigError(
             f"disk_path {str(path)!r} holds {', '.join(foreign[:3])}{' and more' if len(foreign) > 3 else ''} and no "

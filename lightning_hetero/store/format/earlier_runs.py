@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, StoreError
 from lightning_hetero.store.format.audit import CommitRecord, StoreFiles
-from lightning_hetero.store.format.directory import remove_store
 from lightning_hetero.store.format.manifest import MANIFEST
 from lightning_hetero.store.format.record import global_step_of
+from lightning_hetero.store.format.sets import Stores, stores_in
 from lightning_hetero.store.format.snapshots import remove_unfinished, snapshot, sync
 from lightning_hetero.store.format.stored_model import has_lost_records, last_kept
 
@@ -24,7 +24,7 @@ _UNREADABLE = "commit records that cannot be read"
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}
 
 
-def make_way(path: Path, *, new_run: bool, source: Path | None = None) -> None:
+def make_way(path: Path, *, new_run: bool, source: Path | None = None, keeps_own: bool = True) -> None:
     """Sees to it that a new store at ``path`` writes over no kept step.
 
     Args:
@@ -33,6 +33,8 @@ def make_way(path: Path, *, new_run: bool, source: Path | None = None) -> None:
             path.
         source: The store or snapshot that the new store begins as. It needs an empty directory, so
             files of a store without a kept step are removed, too.
+        keeps_own: The store of one process that is there without a kept step is left, for the run
+            to take it over.
 
     Raises:
         ConfigError: A store with a kept step is there and ``new_run`` is false, or it is of another
@@ -40,15 +42,27 @@ def make_way(path: Path, *, new_run: bool, source: Path | None = None) -> None:
         StoreBusyError: A living process uses it.
         StoreError: It cannot be renamed.
     """
-    if path.is_symlink() or not (path / MANIFEST).is_file():
+    if path.is_symlink() or not stores_in(path):
         return  # whether it may be used at all is looked at when it is opened
-    with StoreFiles(path) as store:  # its lock is held until it has another name
-        if kept := what_is_kept(store):
+    with Stores(path) as stores:  # their locks are held until they have another name
+        if kept := _kept_in(stores):
             if not new_run:
                 raise refusal(path, kept, source)
             log.warning("disk_path %r held %s. It has been put aside: %r.", str(path), kept, str(_put_aside(path)))
-        elif source is not None:
-            remove_store(path)
+        else:
+            stores.remove_but(root=source is not None or not keeps_own)
+
+
+def _kept_in(stores: Stores) -> str:
+    """What would be lost with all stores of a directory, in words; empty if nothing would."""
+    try:
+        step = None if len(stores.all) == 1 else stores.common()
+    except ConfigError:
+        step = None  # not all of a set are here
+    if step is None:
+        return next(filter(None, (what_is_kept(store) for _, store in stores.all)), "")
+    kept = {what_is_kept(store) for store in stores.at(step)}
+    return kept.pop() if len(kept) == 1 else ""
 
 
 def refusal(path: Path, kept: str, source: Path | None = None) -> ConfigError:

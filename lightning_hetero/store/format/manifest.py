@@ -14,10 +14,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import stat
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,48 @@ from lightning_hetero.store.format.holders import lock
 
 FORMAT = "lightning-hetero-store"
 VERSION = 2  # 1 aligned parameters to 16 elements of any size
-READABLE = (1, VERSION)
+OF_RANKS = 3  # of stores that belong to a set: one that lacks `set` would be taken for the whole model
+READABLE = (1, VERSION, OF_RANKS)
 MANIFEST = "MANIFEST"
 
+_SET_MAX = 1 << 20  # ranks, and sets of a run
 _BYTES_MAX = 64 * 2**20
+_ID = re.compile(r"[0-9a-f]{32}")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """The place of a store in a set; see [Note: Common steps] in ``store/common_steps.py``.
+
+    Attributes:
+        set_id: Names the set: 32 hexadecimal digits, the same in all of its stores.
+        set_number: Counts the sets of a run.
+        ranks: How many stores the set has.
+        rank: The place of this one among them.
+    """
+
+    set_id: str
+    set_number: int
+    ranks: int
+    rank: int
+
+
+def member_of(path: Path, manifest: Mapping[str, Any]) -> Member:
+    """The place of a store in its set. A store that does not name one is a set by itself.
+
+    Raises:
+        ConfigError: What it says of the set is not possible.
+    """
+    row = manifest.get("set")
+    if row is None:
+        return Member(set_id=identity_of(path, manifest).hex, set_number=0, ranks=1, rank=0)
+    if isinstance(row, dict) and row.keys() == {"id", "number", "ranks", "rank"}:
+        name, number, ranks, rank = row["id"], row["number"], row["ranks"], row["rank"]
+        counts = all(type(value) is int and 0 <= value < _SET_MAX for value in (number, ranks, rank))
+        if isinstance(name, str) and _ID.fullmatch(name) and counts and rank < ranks:
+            return Member(set_id=name, set_number=number, ranks=ranks, rank=rank)
+    raise ConfigError(f"{str(path / MANIFEST)!r} has set {row!r}; allowed: an id, a number, and a rank of ranks.")
 
 
 def _fingerprint(geometry: dict[str, Any]) -> str:
@@ -47,12 +86,9 @@ def lock_manifest(path: Path, directory_fd: int, *, waits: bool = True) -> int |
         ConfigError: It is not a manifest of ours.
     """
     while True:
-        try:
-            manifest_fd = os.open(MANIFEST, _READ, dir_fd=directory_fd)
-        except FileNotFoundError:
+        manifest_fd = open_manifest(path, directory_fd)
+        if manifest_fd is None:
             return None
-        except OSError as error:
-            raise ConfigError(f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path.") from error
         try:
             user = read_manifest(path, manifest_fd).get("pid")
             if not lock(manifest_fd, path / MANIFEST, user=user if type(user) is int else None, waits=waits):
@@ -65,6 +101,20 @@ def lock_manifest(path: Path, directory_fd: int, *, waits: bool = True) -> int |
         except BaseException:
             os.close(manifest_fd)
             raise
+
+
+def open_manifest(path: Path, directory_fd: int) -> int | None:
+    """The manifest of the directory, without a lock; ``None`` if there is none.
+
+    Raises:
+        ConfigError: It cannot be opened.
+    """
+    try:
+        return os.open(MANIFEST, _READ, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{str(path / MANIFEST)!r} cannot be opened: {error.strerror}. Choose another disk_path.") from error
 
 
 def _is_current(manifest_fd: int, directory_fd: int) -> bool:
@@ -94,7 +144,7 @@ def read_manifest(path: Path, manifest_fd: int) -> dict[str, Any]:
     raise ConfigError(f"disk_path {str(path)!r} holds a file {MANIFEST} that is not a store's. Choose another disk_path.")
 
 
-def identity_of(path: Path, manifest: dict[str, Any]) -> uuid.UUID:
+def identity_of(path: Path, manifest: Mapping[str, Any]) -> uuid.UUID:
     """The uuid in a manifest.
 
     Raises:
@@ -150,6 +200,7 @@ def write_manifest(
     temporary: bool,
     replace: bool,
     origin: str | None = None,
+    member: Member | None = None,
 ) -> int:
     """Writes, syncs and locks the manifest, then gives it its name.
 
@@ -162,13 +213,14 @@ def write_manifest(
         temporary: The directory goes with its process.
         replace: The caller holds the old manifest.
         origin: Names the record of another store that this one was made from.
+        member: Its place in a set.
 
     Raises:
         StoreBusyError: Another process was faster.
     """
     manifest = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if member is None else OF_RANKS,
         "uuid": identity.hex,
         "pid": os.getpid(),
         "temporary": temporary,
@@ -178,6 +230,8 @@ def write_manifest(
     }
     if origin is not None:
         manifest["origin"] = origin
+    if member is not None:
+        manifest["set"] = {"id": member.set_id, "number": member.set_number, "ranks": member.ranks, "rank": member.rank}
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:

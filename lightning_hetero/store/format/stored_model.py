@@ -11,39 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hetero._native.library import U8
 from lightning_hetero.errors import ConfigError, StoreCorruptError, UnsupportedError
-from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles, step_of_slot
+from lightning_hetero.store.format.audit import StoreFiles, step_of_slot
 from lightning_hetero.store.format.directory import STATE_FILE, slot_files
-from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.format.manifest import alignment_of, layout_of
+from lightning_hetero.store.format.manifest import layout_of
 from lightning_hetero.store.format.pins import pins
 from lightning_hetero.store.format.record import USER_BYTES_WITHOUT_STATE, PartEntry, parse, state_of
-from lightning_hetero.store.partition import aligned_elements
+from lightning_hetero.store.format.stored_parts import WEIGHTS, StoredPart, stored_parts
 from lightning_hetero.store.raw_memory import own_memory
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One parameter as the last record has it; handles read it as their source.
+    """One parameter as the last step has it; handles read it as their source.
 
     Attributes:
-        store: Its store, which stays open while this is read.
-        block: The block whose file has it, or the files of somebody else that have it.
-        name: The parameter's name.
+        part: Its part; the stores that have it stay open while this is read.
+        index: Its position in the part.
         dtype: Its dtype.
         shape: Its shape.
         stride: Its strides in elements.
-        first: Its first element in the part's run of weights.
     """
 
-    store: StoreFiles
-    block: CommittedBlock | InPlace
-    name: str
+    part: StoredPart
+    index: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    first: int
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.part.names[self.index]
 
     @property
     def address(self) -> None:
@@ -54,15 +53,10 @@ class StoredWeight:
         """A fresh tensor with the content.
 
         Raises:
-            StoreCorruptError: The file is not what the record says: names block, file, offset.
+            StoreCorruptError: A file is not what the record says: names block, file, offset.
         """
         out = own_memory(self.shape.numel(), self.dtype)
-        if isinstance(self.block, InPlace):
-            self.block.read(self.first * self.dtype.itemsize, out.view(torch.uint8))
-            return out.as_strided(self.shape, self.stride).contiguous()
-        with self.store.slot(self.block) as slot:
-            opaque = slot.geometry.weight_dtype == U8  # the run as bytes
-            slot.read_weights(self.first * (self.dtype.itemsize if opaque else 1), out.view(torch.uint8) if opaque else out)
+        self.part.read(WEIGHTS, self.index, out)
         return out.as_strided(self.shape, self.stride).contiguous()
 
     def write(self, value: Tensor) -> None:
@@ -71,9 +65,8 @@ class StoredWeight:
         Raises:
             UnsupportedError: Always.
         """
-        raise UnsupportedError(
-            f"{self.name!r} is in the store {str(self.store.path)!r}, which is read only. Change a .clone() of it."
-        )
+        path = str(self.part.slices[0].store.path)
+        raise UnsupportedError(f"{self.name!r} is in the store {path!r}, which is read only. Change a .clone() of it.")
 
 
 def last_kept(store: StoreFiles, opened: ExitStack) -> StoreFiles:
@@ -129,36 +122,27 @@ def block_names(store: StoreFiles) -> dict[int, str]:
     return out
 
 
-def stored_weights(store: StoreFiles) -> list[StoredWeight]:
+def stored_weights(*stores: StoreFiles) -> list[StoredWeight]:
     """All parameters of the last step, in the model's order; tied ones under their first name.
+
+    Args:
+        stores: All stores of a set by rank, each at the record that counts.
 
     Raises:
         ConfigError: The last record stands for no step, or weights are not in it.
     """
     out = []
-    committed = {} if store.record is None else {block.id: block for block in store.record.blocks}
-    rows = {name: row for block in store.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
-    _state(store, "version")
-    alignment = alignment_of(layout_of(store.path, store.manifest))
-    for names, entry in _parts(store):
-        geometry = entry.home if entry.weights is None else entry.weights
-        block: CommittedBlock | InPlace
-        if entry.in_place is not None:
-            block = entry.in_place
-        elif geometry is not None and geometry.id in committed:
-            block = committed[geometry.id]
-        else:
-            raise ConfigError(
-                f"store {str(store.path)!r} has no weights of {names[:1]}: they were kept in memory alone. Export a checkpoint."
-            )
-        first = 0
-        for name in names:
+    rows = {name: row for block in stores[0].manifest["geometry"]["blocks"] for name, row in block["params"].items()}
+    for store in stores:
+        _state(store, "version")
+    for part in stored_parts(stores):
+        for one in part.slices:
+            one.check_weights(part.names[0])
+        for index, name in enumerate(part.names):
             dtype, shape, *stride = rows[name]
             size = torch.Size(shape)
             strides = tuple(stride[0]) if stride else torch.empty(size, device="meta").stride()
-            kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-            out.append(StoredWeight(store, block, name, kind, size, strides, first))
-            first += aligned_elements(size.numel(), kind.itemsize, alignment)
+            out.append(StoredWeight(part, index, getattr(torch, dtype.removeprefix("torch.")), size, strides))
     order = {name: place for place, name in enumerate(rows)}
     return sorted(out, key=lambda weight: order[weight.name])
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, RunFile, Store, Ticket
 from lightning_hetero.store.format.directory import StoreDirectory
@@ -18,6 +19,16 @@ from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.live.geometry import has_file
+
+
+class OtherRanks(Protocol):
+    """The ranks that share the model; see [Note: Common steps] in ``store/common_steps.py``."""
+
+    def settle(self, number: int) -> None:
+        """Returns once all ranks have a record, which this one has. All of them call it."""
+
+    def agree(self, meeting: Callable[[], object], number: int, record: Ticket | None) -> None:
+        """The same as an op, once they have met, with the record if it may not be on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,7 @@ class BlockFiles:
         step: Number of the last commit record.
         recovered: The user blob of the record that was resumed from.
         last_commit: The latest commit that nobody has waited for.
+        others: The other ranks whose records count together with these, if there are any.
         room_bytes: Bytes that ``disk_capacity`` allows beside the files that were counted before.
         added_bytes: Bytes of files that were not counted before.
     """
@@ -56,6 +68,7 @@ class BlockFiles:
         self.on_disk = False
         self.step, self.recovered = 0, b""
         self.last_commit: Ticket | None = None
+        self.others: OtherRanks | None = None
         self.room_bytes: Callable[[], float] = lambda: math.inf
         self.added_bytes = 0
         self._options, self._num_blocks, self._user_bytes = options, num_blocks, user_bytes
@@ -230,14 +243,31 @@ class BlockFiles:
         self.last_commit = engine.commit(self._disk.store, self.step, user, priority=-2)
         return self.last_commit
 
-    def wait_for_commit(self) -> None:
-        """The set of blocks may not change while a commit record is being written."""
+    def wait_for_record(self) -> None:
+        """The last record is on the disk; other ranks may not have theirs."""
         if self.last_commit is not None:
             self.last_commit.wait()
             self.last_commit = None
-            leaving, self._leaving = self._leaving, []
-            for native in leaving:
-                self.close_part(native)
+
+    def wait_for_commit(self) -> None:
+        """The last record is on the disk, on those of other ranks, too: the one before may go.
+
+        The set of blocks may not change before.
+        """
+        self.wait_for_record()
+        if self.others is not None:
+            self.others.settle(self.step)
+        leaving, self._leaving = self._leaving, []
+        for native in leaving:
+            self.close_part(native)
+
+    def before_write(self) -> None:
+        """A slot that the last record does not name is about to be written, or another record.
+
+        The engine orders writes behind this process's own record.
+        """
+        if self.others is not None:
+            self.wait_for_commit()
 
     def _close_replaced(self) -> None:
         """The files of all parts are going: closes the parts that no record names any more."""

@@ -23,7 +23,7 @@ from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.live.shared_memory import SharedArena, SharedFile
-from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, aligned_elements, is_dense
+from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, is_dense, laid_out
 from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
 
@@ -414,13 +414,7 @@ def _reserve(
     place: int, alignment_bytes: int, own: Slice, file: SharedFile | None,
 ) -> Part:  # fmt: skip
     """A part with memory of its own, which its parameters do not use yet."""
-    offsets, total = [], 0
-    for param in params:
-        offsets.append(total)
-        total += aligned_elements(param.numel(), dtype.itemsize, alignment_bytes)
-    total = max(total, aligned_elements(1, dtype.itemsize, alignment_bytes))
-    if own.ranks > 1:  # whole pages, so that those of other slices can be given back
-        total = own.ranks * round_up(-(-total // own.ranks), PAGE // dtype.itemsize)
+    offsets, total = laid_out([param.numel() for param in params], dtype.itemsize, alignment_bytes, own.ranks)
     num_bytes = round_up(total * dtype.itemsize, PAGE)
     arena = Arena(num_bytes) if file is None else SharedArena(num_bytes, file)
     return Part(

@@ -49,6 +49,7 @@ def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ())
     """
     if not part.mirrors or not may_differ(part):
         return []
+    store.files.before_write()
     part.mirrored_versions = own_versions(part)
     tickets = []
     after = [*after, *([part.updated] if part.updated is not None else [])]

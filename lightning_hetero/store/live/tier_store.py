@@ -126,7 +126,7 @@ class TierStore:
                 if any(part.last_write is not None and _has_failed(part.last_write) for part in block.parts):
                     block.resident = False  # memory holds half of what should have come
             with suppress(HeteroError):  # closing the engine raises it
-                self.files.wait_for_commit()
+                self.files.wait_for_record()
             self.engine.close()
         finally:
             for part in [p for b in blocks for p in b.parts] + self.blobs:
@@ -299,6 +299,8 @@ class TierStore:
         speculative: bool = False,
     ) -> Ticket:
         """Hands over the gradients of an opened update. ``keep`` is held until it is READY."""
+        if part.on_disk:
+            self.files.before_write()
         ticket, part.opened = self._opened.pop(part), None
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
         part.last_write = part.updated = ticket
@@ -406,6 +408,7 @@ class TierStore:
             self.flush(part)
         if not self.files.on_disk or not (always or self.unrecorded):
             return None
+        self.files.before_write()
         self.unrecorded.recorded()
         return self.files.commit(self.engine, self.describe())
 
@@ -426,6 +429,7 @@ class TierStore:
         self._move_to_two_slots(part, whole=from_memory)
         native = part.require_native()
         if part.on_disk:
+            self.files.before_write()
             self.unrecorded.begin(part)
         self.unrecorded.changes()
         patches, keep = _patches(part, native, runs), [value for _, _, value in runs]

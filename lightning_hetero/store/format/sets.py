@@ -1,0 +1,132 @@
+"""Sets of stores: those that the ranks of a run have made together, below one directory.
+
+Rank ``r`` of ``n`` has the store ``rank-r-of-n`` in it. A run of one process has its store in the
+directory itself, as a set of one. Which set counts and at which step its ranks go on is decided in
+``store.common_steps``; here it is read and written.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step
+from lightning_hetero.store.format.audit import StoreFiles, repeat_record
+from lightning_hetero.store.format.directory import OF_RANK, remove_store
+from lightning_hetero.store.format.manifest import MANIFEST, Member, member_of
+from lightning_hetero.store.format.pins import unpin
+from lightning_hetero.store.format.stored_model import last_kept
+
+
+def place_of(root: Path, rank: int, ranks: int) -> Path:
+    """Where a rank has its store."""
+    return root if ranks == 1 else root / f"rank-{rank}-of-{ranks}"
+
+
+def stores_in(root: Path) -> list[Path]:
+    """The stores of a directory: its own, and those of ranks."""
+    if not root.is_dir():
+        return []
+    places = [root, *(entry for entry in sorted(root.iterdir()) if OF_RANK.fullmatch(entry.name) and not entry.is_symlink())]
+    return [place for place in places if (place / MANIFEST).is_file()]
+
+
+def has_ranks(root: Path) -> bool:
+    """Whether a directory has stores of several ranks."""
+    return any(place != root for place in stores_in(root))
+
+
+class Stores:
+    """All stores of a directory, locked against their next users until they are closed.
+
+    Args:
+        root: The directory.
+        locks: Lock them; false if another rank has done so.
+
+    Attributes:
+        all: Each store, and its place in its set.
+
+    Raises:
+        ConfigError: One of them cannot be read.
+        StoreBusyError: A living process uses one of them.
+    """
+
+    def __init__(self, root: Path, *, locks: bool = True) -> None:
+        self.root = root
+        self._opened = ExitStack()
+        self.all: list[tuple[Member, StoreFiles]] = []
+        with ExitStack() as undo:
+            undo.callback(self._opened.close)
+            for path in stores_in(root):
+                store = self._opened.enter_context(StoreFiles(path, locks=locks))
+                self.all.append((member_of(path, store.manifest), store))
+            undo.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the stores free; a second call does nothing."""
+        self._opened.close()
+
+    def common(self) -> CommonStep | None:
+        """The step from which a run goes on; see :func:`common_step`."""
+        return common_step(
+            RankStore(
+                set_id=m.set_id, set_number=m.set_number, ranks=m.ranks, rank=m.rank,
+                numbers=tuple(record.step for record in store.records),
+            )
+            for m, store in self.all
+        )  # fmt: skip
+
+    def at(self, step: CommonStep) -> list[StoreFiles]:
+        """The stores of a step by rank. Their ``record`` is that of the step, or they are pins.
+
+        They are pins if the record is not that of a kept step.
+        """
+        found = {}
+        for member, store in self.all:
+            if member.set_id == step.set_id:
+                store.record = next(record for record in reversed(store.records) if record.step == step.number)
+                found[member.rank] = last_kept(store, self._opened)
+        return [store for _, store in sorted(found.items())]
+
+    def places(self, step: CommonStep) -> list[Path]:
+        """The directories of the stores of a step's set."""
+        return [store.path for member, store in self.all if member.set_id == step.set_id]
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next set."""
+        return max((member.set_number for member, _ in self.all), default=-1) + 1
+
+    def remove_but(self, set_id: str = "", *, root: bool = True) -> None:
+        """Removes the stores of other sets; ``root``: also the one that is no rank's."""
+        for member, store in self.all:
+            if member.set_id != set_id and (root or store.path != self.root):
+                remove(store.path, self.root)
+
+
+def remove(path: Path, root: Path) -> None:
+    """Removes a store, which nobody uses, with its pins."""
+    unpin(path)
+    remove_store(path)
+    if path != root:
+        os.rmdir(path)
+
+
+def take_back(store: StoreFiles, number: int) -> None:
+    """Makes the record with this number the last one again, by a copy behind those after it.
+
+    Raises:
+        StoreError: It cannot be written.
+    """
+    if store.records[-1].step != number:
+        chosen = next(record for record in reversed(store.records) if record.step == number)
+        repeat_record(store.path, chosen.sequence, store.records[-1].sequence + 1)

@@ -1,0 +1,251 @@
+"""Ranks that share a model and keep their steps, killed and started again: a script.
+
+See ``tests/faults/test_kill_ranks.py``. The ranks are forked from one process that has imported
+everything. What counts as right is what as many ranks do in one go with everything in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from scratch import free_port
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hetero._native import Engine
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.runtime.common_records import CommonRecords
+from lightning_hetero.store.format import sets
+from lightning_hetero.store.live.block_files import BlockFiles
+from lightning_hetero.store.live.spread_step import SpreadStep
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support import shared_model
+from support.children import around
+
+STEPS, BATCHES, PATIENCE_S = 6, 6, 120.0
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="layers.0", state=Tier.DISK),
+        BlockPlan(name="layers.1", weights=Tier.DEVICE, state=Tier.DISK),
+        BlockPlan(name="*"),
+    ),
+)
+POINTS: dict[str, tuple[Any, str, str]] = {
+    "as it writes a slot": (Engine, "arm_update", "before"),
+    "before it writes a record": (Engine, "commit", "before"),
+    "once its record is there": (BlockFiles, "wait_for_record", "after"),
+    "before it tells its number": (CommonRecords, "_exchange", "before"),
+    "once it knows the others' numbers": (CommonRecords, "_exchange", "after"),
+    "in a collective": (Collectives, "reduce", "before"),
+    "while parts come from other ranks": (SpreadStep, "bring", "after"),
+    "before the earlier stores go": (SpreadStep, "close", "before"),
+    "while the earlier stores go": (sets, "remove_store", "after"),
+    "before a record is taken back": (sets, "repeat_record", "before"),
+    "after a record is taken back": (sets, "repeat_record", "after"),
+}
+
+
+class Kill(NamedTuple):
+    """Rank ``rank`` (-1: all of them) dies at a point, as it comes there for the n-th time."""
+
+    rank: int
+    point: str
+    nth: int
+
+
+class Model(shared_model.Model):
+    """Draws random numbers, and says what each step's loss was."""
+
+    def __init__(self, kind: str = "", **options: Any) -> None:
+        super().__init__(kind, **options)
+        self.told: dict[int, float] = {}
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = self.embed(batch[:, :-1])
+        for layer in self.layers:
+            x = layer(F.dropout(x, 0.1), rarely=False)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+        self.told[self.trainer.fit_loop.epoch_loop.total_batch_idx] = loss.item()
+        return loss
+
+
+class Tells(pl.Callback):
+    """Writes down which steps have ended, before the next one begins."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.file.write_text(str(trainer.global_step))
+
+
+def train(out: Path, rank: int, plan: Any, *, resume: bool, store: bool = True, steps: int = STEPS) -> None:
+    """What a rank does."""
+    torch.manual_seed(5)
+    model = Model()
+    torch.manual_seed(11 + rank)
+    disk: dict[str, Any] = {"disk_path": out / "store"} if store else {}
+    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk)
+    trainer = shared_model.trainer(
+        out, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.3 if out.name.endswith("clipped") else None,
+        accumulate_grad_batches=1, callbacks=[Tells(out / f"ended-{rank}")],
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3 + rank)
+    data = torch.randint(0, 13, (BATCHES * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
+    loader = DataLoader(data, 2, shuffle=True, generator=generator)
+    try:
+        trainer.fit(model, loader, ckpt_path=out / "store" if resume else None)
+    finally:
+        (out / f"losses-{rank}").write_text(json.dumps({str(k): v for k, v in model.told.items()}))
+    trainer.save_checkpoint(out / "end.ckpt", weights_only=False)
+
+
+def run(world: int, call: Callable[[int], None], kill: Kill | None = None) -> list[int]:
+    """Forks the ranks, and waits for all of them; their statuses as ``os.waitpid`` has them."""
+    port, children = str(free_port()), []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            _be(rank, world, port, call, kill)
+        children.append(child)
+    ends, found = time.monotonic() + PATIENCE_S, dict[int, int]()
+    while len(found) < world:
+        for child in children:
+            if child not in found and (ended := os.waitpid(child, os.WNOHANG))[0]:
+                found[child] = ended[1]
+        if time.monotonic() > ends:
+            for child in children:
+                if child not in found:
+                    os.kill(child, signal.SIGKILL)
+            raise AssertionError("ranks wait for each other")
+        time.sleep(0.005)
+    return [found[child] for child in children]
+
+
+def _be(rank: int, world: int, port: str, call: Callable[[int], None], kill: Kill | None) -> None:
+    code = 1
+    try:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        shared_model.WORLD, shared_model.RANK = world, rank
+        torch.set_num_threads(1)
+        if kill is not None and kill.rank in (rank, -1):
+            _arm(kill)
+        call(rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _arm(kill: Kill) -> None:
+    owner, name, when = POINTS[kill.point]
+    left = [kill.nth]
+
+    def die(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    around(owner, name, **{when: die})
+
+
+def was_killed(status: int) -> bool:
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def losses(out: Path, world: int) -> list[dict[str, float]]:
+    return [json.loads((out / f"losses-{rank}").read_text()) for rank in range(world)]
+
+
+def same_end(out: Path, other: Path) -> bool:
+    """Whether two runs have ended with the same weights and state."""
+    mine, theirs = (torch.load(folder / "end.ckpt", weights_only=False) for folder in (out, other))
+    pairs = [(mine["state_dict"][key], value) for key, value in theirs["state_dict"].items()]
+    for key, state in theirs["optimizer_states"][0]["state"].items():
+        pairs += [(mine["optimizer_states"][0]["state"][key][name], value) for name, value in state.items()]
+    return all(torch.equal(one, two) for one, two in pairs) and mine["global_step"] == theirs["global_step"]
+
+
+def ended(out: Path, world: int) -> int:
+    files = [out / f"ended-{rank}" for rank in range(world)]
+    return min(int(file.read_text()) if file.exists() else 0 for file in files)
+
+
+def killed_and_resumed(root: Path, world: int, plan: Any, kills: Sequence[Kill], *, kind: str = "plain") -> dict[str, Any]:
+    """Kills at one point after the other, and lets the last run end. Returns what became of it."""
+    reference, out = root / f"reference-{world}-{kind}", root / f"killed-{kind}"
+    if not reference.exists():
+        reference.mkdir()
+        assert not any(run(world, lambda rank: train(reference, rank, "host", resume=False, store=False)))
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    told: list[dict[str, float]] = [{} for _ in range(world)]
+    resume, reached = False, 0
+    for kill in [*kills, None]:
+        before = ended(out, world)
+        for file in out.glob("losses-*"):
+            file.unlink()
+        statuses = run(world, partial(_train_again, out, plan, resume), kill)
+        if kill is None:
+            assert not any(statuses), "a resume has failed"
+        else:
+            reached += any(map(was_killed, statuses))
+            assert all(was_killed(status) or status for status in statuses) or not any(map(was_killed, statuses)), (
+                "a rank has gone on alone"
+            )
+        for rank in range(world):
+            file = out / f"losses-{rank}"
+            if file.exists():
+                found = json.loads(file.read_text())
+                first = min(map(int, found), default=before)
+                assert not resume or first >= before - 1, f"resumed at {first}, and {before} steps had ended"
+                told[rank] |= found
+        resume = resume or ended(out, world) > 1
+        if not resume:
+            shutil.rmtree(out / "store", ignore_errors=True)
+    wanted = losses(reference, world)
+    differs = [rank for rank in range(world) if any(told[rank][key] != wanted[rank][key] for key in told[rank])]
+    return {"reached": reached, "differs": differs, "same": same_end(out, reference)}
+
+
+def _train_again(out: Path, plan: Any, resume: bool, rank: int) -> None:
+    train(out, rank, plan, resume=resume)
+
+
+def random_kills(seed: int, world: int, number: int) -> list[Kill]:
+    draw = random.Random(seed)
+    points = list(POINTS)[:6]
+    return [Kill(draw.choice([-1, *range(world)]), draw.choice(points), draw.randint(3, 12)) for _ in range(number)]
+
+
+def main(root: Path) -> None:
+    """Runs all cases, and prints what became of them."""
+    report = {}
+    for world, plan, seed, kind in [(2, MIXED, 1, "plain"), (2, "host", 2, "clipped"), (3, MIXED, 3, "plain")]:
+        report[f"{world} ranks, {kind}, seed {seed}"] = killed_and_resumed(
+            root, world, plan, random_kills(seed, world, 3), kind=kind
+        )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
