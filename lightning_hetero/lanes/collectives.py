@@ -36,9 +36,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero._native import Ticket
+from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
+from lightning_hetero.lanes.network import EmulatedNetwork
 
 _WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE")
 _FLAGS = 3
@@ -72,15 +74,16 @@ class Collectives:
 
     Args:
         group: The ranks; ``None``: all of them. Its timeout bounds every collective.
+        network: Its speed, if that is emulated.
 
     Raises:
         HeteroError: Of each method: another rank has died or hangs, or the network has failed.
             Nothing more can be done with the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+        self._group, self._network = group, network
         self._lane = 0  # the thread of the lane
         self._last: Event | None = None  # the end of the last op there, which nobody has waited for
         self._failed = ""  # why the group cannot be used any more
@@ -232,6 +235,7 @@ class Collectives:
         self.settle()
         if self._failed:  # where it has timed out, the next one would take as long
             raise HeteroError(self._failed)
+        began_s = now_s()
         try:
             yield
         except RuntimeError as error:
@@ -240,6 +244,9 @@ class Collectives:
                 f"or hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
             )
             raise HeteroError(self._failed) from error
+        if self._network is not None:
+            everyone = what in ("SEND", "RECEIVE", "BROADCAST")  # else a rank keeps its own part
+            self._network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / self.ranks), began_s)
 
 
 def _named(row: Sequence[float]) -> str:

@@ -33,6 +33,7 @@ from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.lanes.base import All, Event, Moment
 from lightning_hetero.lanes.contract import host_memory, host_moment
 from lightning_hetero.lanes.memory import DeviceArena
+from lightning_hetero.lanes.network import EmulatedNetwork
 from lightning_hetero.lanes.op import DELAY_S, QueuedOp
 from lightning_hetero.lanes.queue import QueuedLanes
 from lightning_hetero.units import parse_bytes
@@ -56,6 +57,8 @@ class EmulatedDevice:
             second.
         device_update_bytes_per_s: The same for updates on the device.
         disk_bytes_per_s: Most bytes that the disk reads in a second, and writes at the same time.
+        net_bytes_per_s: Most bytes that one of several ranks sends to the others in a second.
+        net_latency_s: Time that every collective takes in addition.
         unified: Its memory is part of ``host_memory``, as on machines whose processors share it.
         seed: Delays every op at random before it starts, by the same time in every run; ``None``:
             no delays.
@@ -73,11 +76,13 @@ class EmulatedDevice:
     cpu_update_bytes_per_s: float | None = None
     device_update_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None
+    net_bytes_per_s: float | None = None
+    net_latency_s: float = 0.0
     unified: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.memory_bytes
+        _ = self.memory_bytes, self.network
         for name in [field.name for field in fields(self) if field.name.endswith("_bytes_per_s")]:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
@@ -91,6 +96,13 @@ class EmulatedDevice:
     def device(self) -> torch.device:
         """The host, whose memory it is made of."""
         return torch.device("cpu")
+
+    @property
+    def network(self) -> EmulatedNetwork | None:
+        """The network among several ranks; ``None`` if its speed is that of the machine."""
+        if self.net_bytes_per_s is None and not self.net_latency_s:
+            return None
+        return EmulatedNetwork(bytes_per_s=self.net_bytes_per_s, latency_s=self.net_latency_s)
 
     @property
     def is_unified(self) -> bool:

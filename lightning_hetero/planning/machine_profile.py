@@ -90,6 +90,8 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
     figures = ["device_memory_bytes", "link_h2d_bytes_per_s", "link_d2h_bytes_per_s", "device_update_params_per_s"]
     figures += ["disk_read_bytes_per_s", "disk_write_bytes_per_s", "disk_duplex"] if device.disk_bytes_per_s else []
     figures += ["cpu_update_params_per_s"] if device.cpu_update_bytes_per_s else []
+    figures += ["collective_bytes_per_s"] if device.net_bytes_per_s else []
+    figures += ["meeting_s"] if device.net_latency_s else []
     return replace(
         host,
         name=f"{host.name}, emulated device of {format_bytes(device.memory_bytes)}",
@@ -104,6 +106,8 @@ def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
         disk_duplex=host.disk_duplex or device.disk_bytes_per_s is not None,
         link_h2d_bytes_per_s=h2d,
         link_d2h_bytes_per_s=d2h,
+        collective_bytes_per_s=device.net_bytes_per_s or host.collective_bytes_per_s,
+        meeting_s=device.net_latency_s or host.meeting_s,
         source={**host.source, **dict.fromkeys(figures, "the emulated device")},
     )
 

@@ -181,7 +181,8 @@ class SliceGradients:
             if block.index not in backward.left_compute:
                 backward.take(block, self._take(block))
         # One at least, because only the lane knows which were early on other ranks.
-        return [block for block in backward.trained if block.index not in backward.submitted] or [backward.trained[-1]]
+        blocks = [block for block in reversed(backward.trained) if block.index not in backward.submitted]
+        return blocks or [backward.trained[0]]
 
     def _take(self, block: Block) -> _Gradients:
         """The block's gradients, which leave their parameters."""

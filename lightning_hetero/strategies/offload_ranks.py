@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.lanes.network import network_of_environment
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.format.sets import place_of
@@ -100,7 +102,9 @@ class HeteroOffloadRanks(_Base):
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
-        collectives, root = Collectives(group), self.run.choices.options.disk_path
+        device, root = options.device, self.run.choices.options.disk_path
+        network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
+        collectives = Collectives(group, network)
         place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
 

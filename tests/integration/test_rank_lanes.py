@@ -1,0 +1,14 @@
+"""The lane of collectives, on several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import ranks
+
+SCRIPT = Path(ranks.__file__).with_name("rank_lanes.py")
+
+
+def test_traces_are_those_of_the_simulator_and_collectives_overlap_with_compute(tmp_path: Path) -> None:
+    outputs = ranks.start(SCRIPT, tmp_path, "sees_what_is_simulated", "computes_meanwhile", cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
