@@ -62,5 +62,5 @@ def nearest(plan: Plan, ranks: int) -> Plan:
     return plan if ranks == 1 else RANKS.nearest(plan)
 
 
-RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE), state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
+RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE, Tier.DISK), state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
 """What several ranks run."""

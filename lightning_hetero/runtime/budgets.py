@@ -192,8 +192,9 @@ class Budgets:
     def _shared_fits(self, pairs: Sequence[tuple[BlockShape, BlockPlan]]) -> bool:
         """The same on one of several ranks, which gets all weights and keeps slices of state."""
         ranks, given = self.options.own.ranks, self.options.host_memory
+        copies = 1 if self.file is not None else ranks  # of the slices, on each rank
         away = [(b, p) for b, p in pairs if Tier.DISK in (p.weights, p.state)]
         if given is not None and away:
-            return sum(b.weight_bytes * ranks + b.state_bytes for b, _ in pairs) <= given // ranks
-        more = sum(b.weight_bytes * ranks * (p.weights is Tier.DISK) + b.state_bytes * (p.state is Tier.DISK) for b, p in away)
+            return sum(b.weight_bytes * copies + b.state_bytes for b, _ in pairs) <= given // ranks
+        more = sum(b.weight_bytes * copies * (p.weights is Tier.DISK) + b.state_bytes * (p.state is Tier.DISK) for b, p in away)
         return more <= available_memory_bytes() * 3 // 4 // ranks

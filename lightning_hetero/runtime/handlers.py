@@ -345,8 +345,10 @@ class Handlers:
 
         return run
 
-    def _gather_weights(self, op: Op) -> Run:
-        """GATHER: slices of all ranks become whole weights."""
+    def _gather_weights(self, op: Op) -> Run | None:
+        """GATHER: slices of all ranks become whole weights, unless a FETCH had no room."""
+        if self._blocks[op.block].weights_on_disk and not self._blocks[op.block].resident:
+            return None
         return partial(_done, self._on_ranks.gather(self._blocks[op.block]))
 
     def _release_others(self, op: Op) -> Run | None:

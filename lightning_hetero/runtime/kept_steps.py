@@ -117,6 +117,8 @@ class KeptSteps:
                 return f"optimizer {why_whole(binding.optimizer)}"
             if type(binding.optimizer).state_dict is not Optimizer.state_dict:
                 return f"optimizer {name} has a state_dict of its own"
+            if options.own.ranks > 1 and binding.capability is not Rule.NATIVE:
+                return f"optimizer {name} updates slices by its own code, and its state is not in the stores of several ranks"
             if options.device is not None and binding.capability is not Rule.NATIVE:
                 return f"optimizer {name} runs by its own code on the device, and its state is not in the store"
         return ""

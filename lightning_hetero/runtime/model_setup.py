@@ -162,7 +162,9 @@ class ModelSetup:
                 else:
                     _open(store, part, placement.geometries.get(part), is_read=is_read)
             if block.weights_on_disk:
-                size = sum(p.weight_bytes for p in block.parts)
+                size = sum(p.slice_bytes for p in block.parts)
+                if executor.slices is not None:
+                    executor.slices.release(block)()
                 executor.residency.parameters.hide(block)
                 if used + size <= placement.cache_bytes:
                     used += size
@@ -173,7 +175,7 @@ class ModelSetup:
             elif executor.slices is not None and executor.residency.is_away(block):
                 executor.residency.parameters.hide(block)
                 executor.slices.release(block)()
-            elif resumed is not None:
+            elif executor.slices is not None and resumed is not None:
                 executor.residency.bring(block, force=True)  # all of it, where ranks have slices
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]

@@ -199,6 +199,8 @@ class Placer:
         self._check_device(plan)
         rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
         budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
+        if self._options.collectives is not None:  # free memory differs from one moment to the next
+            budget = int(min(share for (share,) in self._options.collectives.agree([budget])))
         needs = self.needs(plan, rules)
         if rules.speculates and self.least_bytes(plan, needs) > budget:  # speculation needs copies of weights until the verdict
             rules = replace(rules, speculates=False)
@@ -303,6 +305,11 @@ class Placer:
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
                     f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: "
                     f'{RANKS.text}, as in plan "host".'
+                )
+            if self._ranks > 1 and placed.weights is Tier.DISK and not self._in_place:
+                raise UnsupportedError(
+                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share that cannot "
+                    f"have the same memory (the log says why). Place weights on 'host'."
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:

@@ -195,7 +195,8 @@ class SliceReads:
         part = self._place.parts[number]
         if array == WEIGHTS:
             self._place.settle(part)
-            return part.own_weights(index)
+            if part.block.resident:
+                return part.own_weights(index)
         return self._place.store.read_piece(part, array, index)
 
     def _read(self, key: tuple[int, int, int], spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:

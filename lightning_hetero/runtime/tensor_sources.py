@@ -183,19 +183,16 @@ class WeightSource(_OfParameter):
         self.part.rewritten = True
         self.settle(self.part)
         if self.store.all_write:
-            own = self.part.own_piece(self.index, self.part.flat(self.index, value, self.dtype))[1]
-            self.part.own_weights(self.index).copy_(own)
-            self.part.master_versions = -1
             self.part.is_whole = False
-            self.store.on_patched(value)
-            return
-        stay_put(self.part, self.index)
+        else:
+            stay_put(self.part, self.index)
         if self.part.block.resident:
             if self.part.block.weights_on_disk:
                 self.store.barrier(self.part)  # the write of the last update may still read this memory
             for ticket in writes_of(self.part):
                 ticket.wait()  # and so may the write of a mirror
-            self.part.memory(self.index).copy_(value)
+            own = self.part.own_piece(self.index, self.part.flat(self.index, value, self.dtype))[1]
+            self.part.own_weights(self.index).copy_(own)
             self.part.dirty = self.part.block.weights_on_disk
             self.part.master_versions = self.part.mirrored_versions = -1  # no version counter has seen this write
             self.store.on_patched(value)
@@ -277,7 +274,7 @@ class StateSource(_OfParameter):
         """What this rank has of the content, flat, as a tensor that outlives the store."""
         self.store.refresh_master(self.part)
         native, (start, length) = self.part.require_native(), self.part.pieces[self.index]
-        if native.geometry.state_on_disk_file:
+        if self.part.on_disk:  # the engine's memory goes with the files
             return self.store.read_piece(self.part, self.array, self.index)
         begin = native.state_memory(self.array) + 4 * start
         return tensor_at(native, begin, length, torch.float32) if length else torch.empty(0)

@@ -18,7 +18,7 @@ def test_two_ranks_train_as_ddp_and_as_one_process(tmp_path: Path) -> None:
 
 
 def test_three_ranks_of_torchrun_train_as_one_process(tmp_path: Path) -> None:
-    scenarios = ("is_as_in_one_process", "is_as_in_one_process_at_random:0:4")
+    scenarios = ("is_as_in_one_process", "is_as_in_one_process_at_random:0:4", "is_read_from_disk")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=3, nodes="aaa")
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
 

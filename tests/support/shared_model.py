@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EngineOp
 from lightning_hetero.optim.adam import MASTERED
@@ -168,9 +168,9 @@ def batches(rank: int = RANK) -> DataLoader[Tensor]:
 def reference(
     kind: str, accumulate: int = 1, clip: float | None = None, *, by_value: bool = False, mixed: bool = False,
     begin: Mapping[str, Any] | None = None, number: int = STEPS, dtype: torch.dtype = torch.float32,
-    scaler: torch.amp.GradScaler | None = None, epochs: int = 1, **options: Any,
+    scaler: torch.amp.GradScaler | None = None, **options: Any,
 ) -> Model:  # fmt: skip
-    """The model after the first batches of each epoch in one process, also from a checkpoint on."""
+    """The model after the first batches of an epoch in one process, also from a checkpoint on."""
     plain = model(kind, **options).to(dtype)
     plain.has_masters = dtype in MASTERED
     plain.offset.zero_()  # the first rank's
@@ -180,8 +180,7 @@ def reference(
         plain.load_state_dict(begin["state_dict"])
         optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
     kept: dict[nn.Parameter, Tensor] = {}
-    rows = [*islice(zip(*map(batches, range(WORLD)), strict=True), number)] * epochs
-    for step, every in enumerate(rows):
+    for step, every in enumerate(islice(zip(*map(batches, range(WORLD)), strict=True), number)):
         gradients = []
         for rank, batch in enumerate(every):
             for param in plain.parameters():
@@ -253,8 +252,9 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
             "optimizer": draw.choice([torch.optim.Adam, torch.optim.AdamW]), "lr": draw.choice([1e-2, 1e-3]),
             "betas": draw.choice([(0.9, 0.999), (0.0, 0.5)]), "maximize": draw.random() < 0.2,
         }  # fmt: skip
-        on_device, on_disk = (draw.sample(range(4), draw.choice(number)) for number in ([0, 0, 1, 4], [0, 2, 4]))
-        tiers = [(Tier.DEVICE if i in on_device else Tier.HOST, Tier.DISK if i in on_disk else Tier.HOST) for i in range(4)]
+        tiers = [
+            (draw.choice([Tier.HOST, Tier.HOST, Tier.DEVICE, Tier.DISK]), draw.choice([Tier.HOST, Tier.DISK])) for _ in range(4)
+        ]
         plan = Plan(
             name=f"random-{seed}", prefetch_depth=draw.choice([1, 2, 5]), gradient_depth=draw.choice([1, 4]),
             priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 1 << 20]),
@@ -272,6 +272,25 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
         except AssertionError as error:
             error.add_note(f"seed {seed}: {kind!r}, {flags}, {options}, {plan}")
             raise
+
+
+def is_read_from_disk(out: Path) -> None:
+    """In the least memory of plan ``disk`` slices come from the disk before each use of a block."""
+    plan = {"plan": "disk", "block_cls": "Layer", "update_threads": 1}
+    with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs") as refused:
+        trainer(out, HeteroOffloadStrategy(**plan, host_memory="64KiB")).fit(model(), batches())
+    least = WORLD * refused.value.needed_bytes
+    for kind, accumulate, clip in [("", 1, None), ("tied frozen", 2, 0.3), ("rare skips", 1, None)]:
+        shared, strategy = model(kind, seed=5 + RANK), HeteroOffloadStrategy(**plan, host_memory=least)
+        flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": 2}
+        run = trainer(out, strategy, **flags)
+        run.fit(shared, batches(), batches())
+        same(shared, reference(kind, accumulate, clip))
+        blocks = sum(p.numel() for p in shared.layers.parameters()) * 4 // WORLD
+        assert strategy.memory_report()["bytes_read"] > 3 * STEPS * blocks, "weights twice, and state"
+        run.save_checkpoint(out / "read.ckpt")
+        saved = torch.load(out / "read.ckpt")["state_dict"]
+        assert all(torch.equal(saved[name], param) for name, param in shared.named_parameters())
 
 
 def is_made_in_slices(out: Path) -> None:

@@ -237,10 +237,34 @@ def random_kills(seed: int, world: int, number: int) -> list[Kill]:
     return [Kill(draw.choice([-1, *range(world)]), draw.choice(points), draw.randint(3, 12)) for _ in range(number)]
 
 
+def moved(root: Path) -> dict[str, Any]:
+    """What three ranks have kept goes to two, one, two and three, with kills on the way."""
+    out, first = root / "moved", root / "moved-first"
+    out.mkdir()
+    assert not any(run(3, lambda rank: train(out, rank, "disk", resume=False, steps=3)))
+    first.mkdir()
+    shutil.move(out / "end.ckpt", first / "end.ckpt")
+    reached, same = 0, []
+    points = ("while parts come from other ranks", "before the earlier stores go", "while the earlier stores go")
+    for world, plan, kills in [
+        (2, MIXED, [Kill(1, points[0], 2), Kill(0, points[1], 1), Kill(0, points[2], 1)]),
+        (1, "disk", [Kill(0, points[0], 3), Kill(0, points[2], 2)]),
+        (2, "host", [Kill(-1, points[1], 1)]),
+        (3, "disk", [Kill(2, points[0], 1)]),
+    ]:
+        for kill in [*kills, None]:
+            statuses = run(world, lambda rank, plan=plan: train(out, rank, plan, resume=True, steps=3), kill)
+            reached += any(map(was_killed, statuses))
+            assert kill is not None or not any(statuses), "a resume has failed"
+        same.append(same_end(out, first))
+        assert len(sets.stores_in(out / "store")) == world, "earlier stores are gone"
+    return {"reached": reached, "differs": [], "same": all(same)}
+
+
 def main(root: Path) -> None:
     """Runs all cases, and prints what became of them."""
-    report = {}
-    for world, plan, seed, kind in [(2, MIXED, 1, "plain"), (2, "host", 2, "clipped"), (3, MIXED, 3, "plain")]:
+    report = {"moved": moved(root)}
+    for world, plan, seed, kind in [(2, MIXED, 1, "plain"), (2, "host", 2, "clipped"), (3, "disk", 5, "plain")]:
         report[f"{world} ranks, {kind}, seed {seed}"] = killed_and_resumed(
             root, world, plan, random_kills(seed, world, 3), kind=kind
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ class HostWeights:
         self._had_waited = False  # the updates of the last batch, whose gradients may still be there
         self._buffers = FetchBuffers(run.lanes.host_buffer)
         self._buffered: set[int] = set()  # blocks whose weights lie in buffers: [Note: Buffers of FETCH]
+        self.leaves: Callable[[Block], object] = id  # called before a block's weights leave outside the schedule
         self.install(context)
 
     def install(self, context: RunContext) -> None:
@@ -66,7 +67,10 @@ class HostWeights:
 
     def release(self, block: Block) -> list[Ticket]:
         """Gives back the memory of the block's weights unless it is in use; without an op."""
-        tickets = [] if block.uses or not block.weights_on_disk else self.give_back(block)
+        tickets: list[Ticket] = []
+        if not block.uses and block.weights_on_disk:
+            self.leaves(block)
+            tickets = self.give_back(block)
         return self._recorder.watch("RELEASE", block.name, tickets, lane=Lane.COMPUTE)
 
     def give_back(self, block: Block) -> list[Ticket]:
@@ -196,4 +200,4 @@ def _fill_with_nan(part: Part, released: Sequence[Ticket]) -> None:
         ticket.wait()
     for i, param in enumerate(part.params):
         if param.is_floating_point():
-            part.memory(i).fill_(float("nan"))
+            part.own_weights(i).fill_(float("nan"))

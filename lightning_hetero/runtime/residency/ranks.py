@@ -28,6 +28,7 @@ class RanksResidency(HostResidency):
         super().__init__(context)
         self._slices, self._lanes = slices, context.run.lanes
         slices.reads.attach(context.run.store, self._blocks, self.settle)
+        self.weights.leaves = self._leave
 
     def is_away(self, block: Block) -> bool:
         """Whether the rank has only a slice of the block's weights between uses."""
@@ -38,10 +39,13 @@ class RanksResidency(HostResidency):
         return self.is_away(block) or not _is_whole(block)
 
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom]:
-        """The blocks whose weights are whole and the newest."""
+        """The blocks of whose weights on disk the rank has its slice, and those that are whole."""
+        fetched = self.weights.held()
+        for part in [part for block in fetched for part in block.parts]:
+            self._await_write(part)  # a batch without backward has not waited for every FETCH
         whole = frozenset(b.index for b in self._blocks if _is_whole(b))
         room, slices = self._context.placement.device_cache_bytes, self._slices
-        return frozenset(), DeviceRoom(
+        return frozenset(b.index for b in fetched), DeviceRoom(
             resident=whole, capacity_bytes=room, ranks=slices.collectives.ranks, shared_memory=True,
             gathers_in_place=slices.is_shared,
         )  # fmt: skip
@@ -74,13 +78,17 @@ class RanksResidency(HostResidency):
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Makes weights whole, now; ``force`` exceeds the room for them."""
         for block in blocks:
-            for part in block.parts:
-                self.settle(part)
+            super().bring(block, force=force)
             if not _is_whole(block):
                 if not force:
                     self._make_room(block)
                 self._slices.gather(block)()
-        super().bring(*blocks, force=force)
+
+    def _leave(self, block: Block) -> None:
+        """The rank's slice goes back to the disk: no rank may use the block any more."""
+        if _is_whole(block):
+            self._lanes.drain()
+            self._slices.release(block)()
 
     def _make_room(self, block: Block) -> None:
         """Releases whole weights that are not in use; in a cycle the block used last goes first.

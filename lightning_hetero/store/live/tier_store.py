@@ -250,8 +250,11 @@ class TierStore:
         part.master_versions = own_versions(part)
 
     def patch(self, part: Part, index: int, value: Tensor) -> None:
-        """Sets parameter ``index`` of a part with weights on disk, with the next flush."""
-        part.patches.append((part.offsets[index], value))
+        """Sets parameter ``index`` of a part with weights on disk, with the next flush.
+
+        All ranks that share it call this with the same values, and flush at the same time.
+        """
+        part.patches.append(part.own_piece(index, value))
         self._patched[part] = self._patched.get(part, 0) + value.nbytes
         if sum(self._patched.values()) > _PATCHES_IN_MEMORY:
             for waiting in list(self._patched):
@@ -361,9 +364,9 @@ class TierStore:
         return self.engine.read(native, _patches(part, native, runs), keep=[out for _, _, out in runs])
 
     def read_piece(self, part: Part, array: int, index: int) -> Tensor:
-        """What the native part has of parameter ``index`` in a state array, flat."""
+        """What the native part has of parameter ``index`` in an array, flat."""
         start, length = part.pieces[index]
-        out = own_memory(length, torch.float32)
+        out = own_memory(length, part.dtype if array == WEIGHTS else torch.float32)
         if length:
             self.refresh_master(part)
             self.begin_read_at(part, [(array, start, out)]).wait()
