@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.ir.plan import BlockPlan, Plan, Prediction, Saved, Tier, UpdateLane
-from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
+from lightning_hetero.planning.autoplan import Autoplan, BatchSize
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of, public_names
@@ -101,7 +101,7 @@ class PlanningCallback(_Base):
         if session is None:
             return
         alone = nullcontext()
-        if self._autoplan.stage is Stage.PLAN:  # planners and micro-benchmarks may draw random numbers
+        if self._autoplan.may_plan:  # planners and micro-benchmarks may draw random numbers
             alone = lightning_of(trainer).module("utilities.seed").isolate_rng(include_cuda=False)
         with alone:
             made = self._autoplan.before_batch(session, BatchSize(tokens=num_tokens(batch), micro_batches=_micro_batches(trainer)))

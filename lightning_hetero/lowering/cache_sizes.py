@@ -117,7 +117,7 @@ def cache_sizes(
         copies = whole_bytes(plan, model.shape(), hardware.ranks, in_place=hardware.gathers_in_place)
     return CacheSizes(
         host_cache_bytes=cache_bytes, device_cache_bytes=copies, staging_bytes=staging_bytes, ranks=hardware.ranks,
-        shared_memory=hardware.shared_memory, gathers_in_place=hardware.gathers_in_place,
+        shared_memory=hardware.shared_memory and hardware.ranks > 1, gathers_in_place=hardware.gathers_in_place,
     )  # fmt: skip
 
 

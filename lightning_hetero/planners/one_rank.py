@@ -31,13 +31,18 @@ def one_rank(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfi
     ranks = hardware.world_size
     if ranks == 1 or not hardware.shared_memory:
         return model, hardware
-    shared = hardware.shared_memory
+    return _scaled(model.slice_of(ranks), float(ranks) if hardware.shared_memory else 1.0), share_of(hardware)
+
+
+def share_of(hardware: HardwareProfile) -> HardwareProfile:
+    """What one rank has of a machine; the same as of :func:`one_rank`."""
+    ranks, shared = hardware.world_size, hardware.shared_memory
+    if ranks == 1:
+        return hardware
     capacities = (*_CAPACITIES, "device_memory_bytes") if shared else _CAPACITIES
     values = {key: getattr(hardware, key) // ranks for key in capacities}
     rates = {key: getattr(hardware, key) / ranks for key in (*_RATES, *(_OF_THE_CPU if shared else ()))}
-    return _scaled(model.slice_of(ranks), float(ranks) if shared else 1.0), replace(
-        hardware, world_size=1, ranks=ranks, **values, **rates
-    )
+    return replace(hardware, world_size=1, ranks=ranks, **values, **rates)
 
 
 def all_ranks(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:

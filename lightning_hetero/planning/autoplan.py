@@ -11,6 +11,12 @@ If the device's memory is too small for a batch, the runtime continues with a le
 same under any plan (``profiling/memory.py``). Then a new plan is made. If the plan that failed was
 made from a profile of these batches, the new one leaves the missing memory free. If there is no
 such plan, training continues with the lesser one, which fits.
+
+[Note: Ranks plan together]
+Ranks that share a model have one plan. Each looks at its own batches, steps and budget, and before
+each batch they tell each other what they came to (:meth:`Autoplan._agree`): the earliest stage
+counts for all, so none goes on alone. The batches that are measured are the same on all ranks, and
+their profiles are merged (``planning/merged.py``).
 """
 
 from __future__ import annotations
@@ -30,10 +36,13 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import Device
+from lightning_hetero.lanes.decisions import Decisions
+from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.baselines import check_machine
 from lightning_hetero.planning.fit_planning import FitPlanning, scaled
 from lightning_hetero.planning.machine_profile import Machine
+from lightning_hetero.planning.together import ALONE, Together
 from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_bytes, measures
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
 from lightning_hetero.runtime.optimizers import Rule
@@ -63,6 +72,9 @@ class Stage(Enum):
     RUN = "run"
 
 
+_ORDER = tuple(Stage)  # the earliest one that a rank has come to counts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
     """What planning needs to know of a batch."""
@@ -78,7 +90,7 @@ class Autoplan:
     """
 
     def __init__(self, planner: str, on: Machine, *, drift: float | None) -> None:
-        self.planner, self._on, self._drift = planner, on, drift
+        self.planner, self._on, self._drift, self._together = planner, on, drift, ALONE
         self._corrects = not on.is_given  # the first steps correct rates that were measured
         self.stage = Stage.RECORD  # what the next batch is for
         self.plan: Plan | None = None
@@ -100,6 +112,7 @@ class Autoplan:
         self._odd_batches = 0
         self._patience, self._steps = _PATIENCE, 0
         self._reason = ""
+        self._measures = False  # the current batch is measured, on all ranks
         self._measured_from_s = 0.0  # when the batch that is being measured began
         self._trust_machine()
 
@@ -126,6 +139,15 @@ class Autoplan:
         """Whether the prediction applies to the last step: not to a first or a profiled one."""
         return self.stage is Stage.RUN and self._steps > 1
 
+    def join(self, decisions: Decisions) -> None:
+        """Says that this process is one of several ranks, before a fit."""
+        self._together = Together(decisions)
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether :meth:`before_batch` may plan."""
+        return self.stage is Stage.PLAN or self._together.ranks > 1
+
     # ---- calls of the strategy ---------------------------------------------------------------
 
     def provisional(self, device: Device | None) -> tuple[Callable[[ModelShape], Plan], ...]:
@@ -135,12 +157,15 @@ class Autoplan:
         """
         names = ("host",) if device is None else ("resident",) if device.is_unified else ("host", "resident")
         first, *others = (BUILTIN_PLANS[name] for name in (*names, "disk"))
-        return partial(self._known, first), *others  # a strategy can be pickled
+        return partial(self._known, first), *(partial(self._as_ranks_can, one) for one in others)  # a strategy can be pickled
+
+    def _as_ranks_can(self, make: Callable[[ModelShape], Plan], model: ModelShape) -> Plan:
+        return nearest(make(model), self._together.ranks)
 
     def _known(self, first: Callable[[ModelShape], Plan], model: ModelShape) -> Plan:
         if self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks):
             return self.plan
-        return first(model)
+        return self._as_ranks_can(first, model)
 
     def _knows(self, sizes: Iterable[tuple[str, int]]) -> bool:
         return self.model is not None and [(b.name, b.num_params) for b in self.model.blocks] == list(sizes)
@@ -176,8 +201,10 @@ class Autoplan:
         """
         self.abandon_batch()
         self._check_batch(batch)
+        batch = self._agree(batch)
         made = self._plan(session, batch) if self.stage is Stage.PLAN else None
-        if self.stage in (Stage.RECORD, Stage.TIME):
+        self._measures = self.stage in (Stage.RECORD, Stage.TIME)
+        if self._measures:
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
                 self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
                 self._heap_bytes = heap_size()
@@ -189,11 +216,11 @@ class Autoplan:
 
     def after_batch(self) -> None:
         """The batch is over."""
-        if self.profiler is None:
+        if not self._measures:
             return
-        profiler, self.profiler = self.profiler, None
-        observed = profiler.stop()
-        if observed is None:
+        profiler, self.profiler, self._measures = self.profiler, None, False
+        observed = None if profiler is None else profiler.stop()
+        if not self._together.all(observed is not None) or observed is None:
             return  # it had no backward: the next batch is profiled instead
         if self.stage is Stage.RECORD:
             self._observed, self.stage = [observed], Stage.TIME
@@ -251,6 +278,20 @@ class Autoplan:
             if self.stage is Stage.RUN and self._steps >= self._patience:
                 check(session, self._drift)
 
+    def _agree(self, batch: BatchSize) -> BatchSize:
+        """Goes on as all ranks do; see [Note: Ranks plan together]. Returns the largest batch."""
+        if self._together.ranks == 1:
+            return batch
+        mine = (_ORDER.index(self.stage), batch.tokens, batch.micro_batches, -self._scale, self._doubted_s or 0.0, self._patience)
+        rows = self._together.numbers(*mine)
+        stages = [int(row[0]) for row in rows]
+        tokens, micro_batches, scale, doubted_s, patience = (max(row[i] for row in rows) for i in range(1, 6))
+        if _ORDER[min(stages)] is not self.stage:
+            rank, self.stage = stages.index(min(stages)), _ORDER[min(stages)]
+            log.info("planning anew: rank %d asks for it.", rank)
+        self._scale, self._doubted_s, self._patience = -scale, doubted_s or None, int(patience)
+        return BatchSize(tokens=int(tokens), micro_batches=int(micro_batches))
+
     # ---- drifts ------------------------------------------------------------------------------
 
     def _check_batch(self, batch: BatchSize) -> None:
@@ -300,7 +341,7 @@ class Autoplan:
 
     def _plan(self, session: Session, batch: BatchSize) -> Plan:
         begin, executor = now_s(), session.running
-        session.profile = self.model = self._profile(session)
+        session.profile = self.model = self._together.model(self._profile(session))
         if session.device_memory is not None:
             check_activations(self.model)
         self._micro_batches = batch.micro_batches
@@ -335,7 +376,7 @@ class Autoplan:
         return plan
 
     def _planning(self, session: Session, model: ModelProfile) -> FitPlanning:
-        return FitPlanning(session, model, self._micro_batches)
+        return FitPlanning(session, model, self._micro_batches, self._together)
 
     def next_best(self, session: Session) -> Plan | None:
         """The fastest built-in plan that could run instead of the plan in force, predicted."""
@@ -353,7 +394,7 @@ class Autoplan:
         # Without the disk first: if everything fits memory, no plan uses the disk.
         for disk in (True,) if needs_disk else (False, True):
             try:
-                hardware = scaled(self._on.profile(session, disk=disk, again=again), self._scale)
+                hardware = scaled(self._on.profile(session, disk=disk, again=again, together=self._together), self._scale)
             except OutOfMemoryBudgetError as error:
                 return self._unmeasured(session, model, error)
             log.info("searching a plan with %r%s.", self.planner, _at_most(self.planner))
@@ -370,6 +411,10 @@ class Autoplan:
                 return planning.with_prediction(session.running.plan, self.machine)
         self._from_profile, self._is_lesser = True, False
         held, self._held = self._held, None
+        return self._together.plan(lambda: self._better(plan, held))
+
+    def _better(self, plan: Plan, held: Plan | None) -> Plan:
+        """The new plan, unless the plan in force is about as fast."""
         if held is not None and held.predicted is not None and plan.predicted is not None:
             return plan if plan.predicted.iteration_s < (1 - _GAIN) * held.predicted.iteration_s else held
         return plan

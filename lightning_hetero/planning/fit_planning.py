@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfMemoryBudgetError, PlanError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -17,7 +18,9 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.cache_sizes import device_rows
 from lightning_hetero.lowering.needs import total_bytes
+from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
+from lightning_hetero.planning.together import ALONE, Together
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
 
@@ -31,12 +34,14 @@ _MOST_SCALE, _SCALE_STEPS = 64.0, 13  # of rates, in either direction; steps of 
 class FitPlanning:
     """Plans for the fit of a session, as its training loop runs them.
 
-    A ``machine`` is one that :meth:`machine` has returned.
+    A ``machine`` is one that :meth:`machine` has returned. Of several ranks all call :meth:`search`
+    and :meth:`machine`, and get the same.
     """
 
     session: Session
-    model: ModelProfile  # as measured
+    model: ModelProfile  # as measured; of several ranks one's slices
     micro_batches: int  # per optimizer step
+    together: Together = ALONE
 
     @property
     def _updates(self) -> Updates:
@@ -57,25 +62,26 @@ class FitPlanning:
         machine = room = self.machine(hardware, short_bytes=short_bytes)
         refusal: HeteroError | None = None
         for _ in range(_ATTEMPTS):
-            try:
-                plan = self._planned(room, planner)
-            except ImportError as error:
-                raise ConfigError(
-                    f"planner {planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
-                    f'{error.name}`, or pass plan="host" or plan="disk".'
-                ) from error
+            plan = self.together.plan(partial(self._planned, room, planner))
+            own: HeteroError | None = None
+            short, on_device = 0, False
             try:
                 fitting = session.fitting(plan)
                 if fitting.blocks != plan.blocks and session.device_memory is not None:
                     plan = replace(fitting, predicted=None)  # the prediction was for another plan
                 plan = self._predicted(plan, machine)
                 session.check(plan)
-                return plan, machine
             except OutOfMemoryBudgetError as error:
                 on_device = error.tier == "device"
-                refusal, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
+                own, short = error, error.needed_bytes - ((session.device_memory or 0) if on_device else session.host_memory())
             except PlanError as error:  # it does not fit as this loop runs it, for instance with all gradients at once
-                refusal, short, on_device = error, error.shortfall_bytes, error.tier == "device"
+                own, short, on_device = error, error.shortfall_bytes, error.tier == "device"
+            refused = [row for row in self.together.numbers(own is not None, short, on_device) if row[0]]
+            if not refused:
+                return plan, machine
+            refusal = own or PlanError("it does not fit another rank, whose log says why", tier="host")
+            _, most, where = max(refused)
+            short, on_device = int(most), bool(where)
             if short <= 0:
                 break
             tier = _CAPACITIES["device" if on_device else "host"]
@@ -103,7 +109,7 @@ class FitPlanning:
         shape, device = self.model.shape(), machine.copies_weights
         found = []
         for make in BUILTIN_PLANS.values():
-            other = fitted(make(shape), shape, device=device)
+            other = fitted(nearest(make(shape), machine.ranks), shape, device=device)
             if other.blocks == fitted(plan, shape, device=device).blocks:
                 continue
             with suppress(OutOfMemoryBudgetError, PlanError, ConfigError, UnsupportedError):
@@ -157,7 +163,7 @@ class FitPlanning:
         compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
         flop = 3 * sum(b.forward_flop for b in model.blocks)
         speed = flop / compute_s if flop and compute_s else hardware.device_flop_per_s
-        return replace(
+        own = replace(
             hardware,
             host_memory_bytes=memory,
             device_memory_bytes=memory if session.device_memory is None else max(1, session.device_memory - short_bytes),
@@ -166,6 +172,7 @@ class FitPlanning:
             unified_memory=session.options.is_unified,
             source={**hardware.source, "device_flop_per_s": "this model's training step", "host_memory_bytes": "this process"},
         )
+        return self.together.machine(own)
 
     def _on_top(self) -> int:
         """Bytes that planners count beyond the session's budget.
@@ -175,10 +182,13 @@ class FitPlanning:
         session decides.
         """
         shape, shared = self.model.shape(), self.session.device_memory is None
-        plans = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())]
+        plans, ranks = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())], self.together.ranks
         differences = []
-        for plan in (fitted(p, shape, device=not shared) for p in plans):
-            needs = needs_of(plan, self.model, shared_memory=shared, updates=self._updates)
+        for plan in (fitted(nearest(p, ranks), shape, device=not shared or ranks > 1) for p in plans):
+            needs = needs_of(
+                plan, self.model, shared_memory=shared, updates=self._updates, ranks=ranks,
+                gathers_in_place=self.session.file is not None,
+            )  # fmt: skip
             planners = total_bytes(needs.host) + max(needs.host_caches, default=0)
             planners += total_bytes(device_rows(plan, needs)) if self.session.options.is_unified else 0
             differences.append(planners - self.session.needed_bytes(plan))
@@ -191,6 +201,15 @@ class FitPlanning:
         it trains cannot be on disk, which planners do not know: they plan without the disk, and if
         that does not fit, everything else is there.
         """
+        try:
+            return self._searched(room, planner)
+        except ImportError as error:
+            raise ConfigError(
+                f"planner {planner!r} needs {error.name}, which cannot be imported: {error}. Run `pip install "
+                f'{error.name}`, or pass plan="host" or plan="disk".'
+            ) from error
+
+    def _searched(self, room: HardwareProfile, planner: str) -> Plan:
         capabilities = {binding.capability for binding in self.session.bindings}
         if room.shared_memory and Rule.WHOLE in capabilities:
             diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
@@ -199,7 +218,7 @@ class FitPlanning:
             except PlanError:
                 if not room.disk_capacity_bytes:
                     raise
-                return BUILTIN_PLANS["disk"](self.session.running.model)
+                return nearest(BUILTIN_PLANS["disk"](self.session.running.model), room.ranks)
         if room.shared_memory or capabilities <= {Rule.NATIVE}:
             return PLANNERS[planner](self.model, room, updates=self._updates)
         try:
@@ -239,7 +258,7 @@ def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
     """The machine with all rates scaled except compute's."""
     keys = ["link_h2d_bytes_per_s", "link_d2h_bytes_per_s"]
     keys += ["disk_read_bytes_per_s", "disk_write_bytes_per_s"]
-    keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
+    keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s", "collective_bytes_per_s"]
     keys += ["device_update_params_per_s"] if machine.shared_memory else []
     note = f"; times {scale:.2f}, by what steps took"
     source = {**machine.source, **{key: machine.source.get(key, "") + note for key in keys}} if scale != 1 else machine.source

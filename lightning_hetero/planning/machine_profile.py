@@ -10,14 +10,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.lanes import EmulatedDevice
+from lightning_hetero.lanes.decisions import Decisions
+from lightning_hetero.planners.one_rank import share_of
+from lightning_hetero.planning.together import ALONE, Together
+from lightning_hetero.profiling import loads
+from lightning_hetero.profiling.collectives import Network, measure
+from lightning_hetero.profiling.timing import Load
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.units import format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
 _STATE_BYTES = 8
+_NETWORK_PARAMS, _HIDDEN, _TOKENS = 1 << 20, 512, 64  # of what collectives are measured beside: 32 MiB
 
 log = logging.getLogger(__name__)
 
@@ -35,33 +44,43 @@ class Machine:
 
     def __init__(self, given: str | os.PathLike[str] | HardwareProfile | None) -> None:
         self._given = given if given is None or isinstance(given, HardwareProfile) else HardwareProfile.load(Path(given))
+        self._network: Network | None = None  # among ranks, once it has been measured
 
     @property
     def is_given(self) -> bool:
         """Whether the user has given a profile, so that nothing is measured."""
         return self._given is not None or ENVIRONMENT in os.environ
 
-    def profile(self, session: Session, *, disk: bool = True, again: bool = False) -> HardwareProfile:
-        """The profile, measured if none was given; ``disk``: plans may use the disk.
+    def profile(self, session: Session, *, disk: bool = True, again: bool = False, together: Together = ALONE) -> HardwareProfile:
+        """The profile, measured if none was given; of several ranks each one's share.
 
-        ``again``: the measured profile is wrong. A given profile stays, with a warning.
+        Args:
+            session: The model that trains.
+            disk: Plans may use the disk.
+            again: The measured profile is wrong. A given profile stays, with a warning.
+            together: The ranks that share the model; see [Note: Ranks are measured in turns and
+                together].
 
         Raises:
-            ConfigError: The environment variable names no profile, or the profile and the session
-                have different kinds of devices.
+            ConfigError: The environment variable names no profile, the profile and the session have
+                different kinds of devices, or the profile is of another number of devices.
+            OutOfMemoryBudgetError: Too little memory is free to measure in.
         """
         found = self._given
         if found is None:
             file = os.environ.get(ENVIRONMENT)
             found = HardwareProfile.load(file) if file else None
         if found is None:
-            found = _measured(session, disk=disk, again=again)
+            text = together.first(lambda: _measured(session, disk=disk, again=again, ranks=together.ranks).to_json())
+            found = HardwareProfile.from_json(text)
         elif again:
             log.warning(
                 "Steps take other times than hardware profile %r predicts. It was given, so the machine is not measured; pass "
                 "another hardware_profile, or none.",
                 found.name,
             )
+        if together.decisions is not None and found.ranks == 1:
+            found = self._shared(found, session, together.decisions, again=again)
         device = session.options.device
         if isinstance(device, EmulatedDevice):
             return emulated(found, device) if found.shared_memory else found
@@ -73,6 +92,41 @@ class Machine:
                 f"`lightning-hetero profile` measures on this machine{' with --device cpu' if device is None else ''}, or none."
             )
         return found
+
+    def _shared(self, machine: HardwareProfile, session: Session, decisions: Decisions, *, again: bool) -> HardwareProfile:
+        """One rank's share of a machine, with the rates of collectives, measured if it has none."""
+        ranks = decisions.ranks
+        if machine.world_size not in (1, ranks):
+            raise ConfigError(
+                f"hardware_profile {machine.name!r} has world_size={machine.world_size}, and {ranks} devices train together. Pass "
+                f"one of {ranks} devices, or of one, such as `lightning-hetero profile` measures."
+            )
+        if machine.world_size == 1:
+            if self._network is None or again:
+                self._network = _network(session, decisions)
+            found = self._network
+            keys = ("collective_bytes_per_s", "meeting_s", *(f"contention.{pair}" for pair in found.contention))
+            machine = replace(
+                machine,
+                world_size=ranks,
+                collective_bytes_per_s=found.bytes_per_s,
+                meeting_s=found.meeting_s,
+                contention={**machine.contention, **found.contention},
+                source={**machine.source, **dict.fromkeys(keys, found.text)},
+            )
+        return replace(share_of(machine), gathers_in_place=session.file is not None)
+
+
+def _network(session: Session, decisions: Decisions) -> Network:
+    """Measures collectives beside what else ranks do on the host."""
+    executor = session.running
+    executor.rest()
+    with loads.Update(_NETWORK_PARAMS, session.options.engine.threads()) as update:
+        beside: list[Load] = [update]
+        if session.options.device is None:
+            cpu = torch.device("cpu")
+            beside.append(loads.Compute(cpu, dtype=torch.float32, hidden=_HIDDEN, tokens=_TOKENS, cache_bytes=0, most_bytes=0))
+        return measure(decisions, beside)
 
 
 def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
@@ -126,14 +180,31 @@ def _alone(session: Session) -> Iterator[int | None]:
         yield executor.heap.room()
 
 
-def _measured(session: Session, *, disk: bool, again: bool) -> HardwareProfile:
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """So many threads of torch compute in the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(session: Session, *, disk: bool, again: bool, ranks: int) -> HardwareProfile:
+    """The machine, with the threads of all ranks."""
+    with _threads(ranks * torch.get_num_threads()) if ranks > 1 else nullcontext():
+        return _measured_alone(session, disk=disk, again=again, ranks=ranks)
+
+
+def _measured_alone(session: Session, *, disk: bool, again: bool, ranks: int) -> HardwareProfile:
     from lightning_hetero.profiling import hardware
 
     device = session.options.device
     measure = partial(
         hardware.measure,
         device=device.device.type if device is not None else "cpu",
-        update_threads=session.options.engine.threads(),
+        update_threads=ranks * session.options.engine.threads(),
         disk=disk,
         refresh=again,
         alone=partial(_alone, session),

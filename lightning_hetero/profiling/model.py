@@ -70,6 +70,7 @@ class BatchProfiler:
         self._recording = False
         self._looking_s = 0.0  # time for marks, while compute waits
         self._in_python = device is not None or any(binding.capability is not Rule.NATIVE for binding in session.bindings)
+        self._in_python |= session.options.collectives is not None  # collectives at anchors are no compute
         self._last: Mark | None = None  # when the last forward or backward ended
 
     def start(self) -> None:

@@ -40,6 +40,7 @@ from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
+from lightning_hetero.runtime.same_plan import all_or_none, check_same_plan
 from lightning_hetero.runtime.session_copies import Copies
 from lightning_hetero.runtime.slices import slices_of
 from lightning_hetero.runtime.updates import Updater
@@ -228,12 +229,13 @@ class Session(Copies):
             HeteroError: Those of :meth:`start`; nothing has changed then.
             StoreError: A transfer failed, which stops the engine.
         """
-        self._one_process_only("the plan or the clipping of gradients changes during the fit")
         executor, store = self.running, self.running.store
         placer = self._placer()
         self.steps.about_to_move()
         executor.rest()
-        placement = placer.first_that_fits([lambda _: plan, *or_else], present_bytes=self._held_bytes)
+        with all_or_none(self.options.collectives):
+            placement = placer.first_that_fits([lambda _: plan, *or_else], present_bytes=self._held_bytes)
+        check_same_plan(self.options.collectives, placement.plan)
         self.directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
         if placement.staging_bytes < store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
@@ -247,8 +249,11 @@ class Session(Copies):
             if block.weights_on_disk:
                 executor.residency.parameters.hide(block)
                 executor.residency.weights.release(block)
-            else:
+            elif executor.slices is None:
                 self._setup.restore(block)
+            else:
+                executor.slices.settle(block, whole=not executor.residency.is_away(block))
+                executor.residency.parameters.hide(block)
         executor.rest()
         if not placement.uses_disk and not self.keeps_steps:
             assert not any(blob.on_disk for blob in store.blobs), "they are dropped first"
@@ -269,6 +274,7 @@ class Session(Copies):
         Raises:
             OutOfMemoryBudgetError: The plan in force does not fit then. The rules do not change.
         """
+        self._one_process_only("the clipping of gradients changes during the fit")
         before, self.rules = self.rules, rules
         try:
             self.replan(self.running.plan)

@@ -33,6 +33,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.runtime.same_plan import check_same_plan
 from lightning_hetero.runtime.slice_gradients import SliceGradients
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.live.blocks import Block, Part
@@ -110,6 +111,11 @@ class Slices:
             if isinstance(part.arena, SharedArena):
                 part.arena.keep_apart(first, length)
             _bytes(part)[first : first + length].view(part.dtype).fill_(torch.nan)
+
+    def settle(self, block: Block, *, whole: bool) -> None:
+        """Brings a block to where a new plan has it, whole or a slice; lane ``net`` is empty."""
+        run = self.gather(block) if whole else self.release(block)
+        run()
 
     def share(self, block: Block) -> None:
         """Gives all ranks the first rank's weights of a block."""
@@ -189,12 +195,13 @@ def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan, file
         return None
     layout = [(part.names, [tuple(p.shape) for p in part.params], part.num_elements) for b in blocks for part in b.parts]
     trained = [p.requires_grad for b in blocks for p in b.params()]
-    rows = options.collectives.agree([zlib.crc32(repr(one).encode()) for one in (layout, trained, plan)])
-    for name, *numbers in zip(("parameters", "trained parameters", "plan"), *rows, strict=True):
+    rows = options.collectives.agree([zlib.crc32(repr(one).encode()) for one in (layout, trained)])
+    for name, *numbers in zip(("parameters", "trained parameters"), *rows, strict=True):
         if len(set(numbers)) > 1:
             raise ConfigError(
                 f"rank {options.own.rank} of {options.own.ranks}: the ranks have other {name}. Build the same model on all."
             )
+    check_same_plan(options.collectives, plan)
     return Slices(options.collectives, is_shared=file is not None, poison=options.poison)
 
 

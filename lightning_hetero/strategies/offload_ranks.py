@@ -22,6 +22,7 @@ from torch import nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.lanes.decisions import Decisions
 from lightning_hetero.lanes.network import network_of_environment
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.slice_reads import SliceReads
@@ -97,14 +98,16 @@ class HeteroOffloadRanks(_Base):
         super(Offloading, self).setup_environment()
         if self.is_global_zero:
             speak(lightning_of(self))
+        device = self.run.choices.options.device
+        network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
+        if self.run.autoplan is not None:
+            self.run.autoplan.join(Decisions(dist.new_group(timeout=self._timeout), network))
         self.run.use_device(self.root_device)
         options, group = self.run.options, dist.new_group(timeout=self._timeout)
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
-        device, root = options.device, self.run.choices.options.disk_path
-        network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
-        collectives = Collectives(group, network)
+        collectives, root = Collectives(group, network), self.run.choices.options.disk_path
         place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
 
@@ -121,12 +124,6 @@ class HeteroOffloadRanks(_Base):
             raise self._refusal(
                 f"the Trainer's device {self.root_device}",
                 f'Pass accelerator="cpu". On {number} GPUs use strategy="hetero_parallel".',
-            )
-        if choices.autoplan is not None:
-            raise self._refusal(
-                f"plan={choices.autoplan.planner!r}, which measures one process",
-                'Pass plan="host", or a Plan with weights and state on the host. '
-                'To train whole copies of the model instead, use strategy="hetero_parallel".',
             )
         for name, value in _given(choices).items():
             if value:

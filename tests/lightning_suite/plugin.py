@@ -105,7 +105,9 @@ class SwapDefaultStrategy(Swap):
 
 
 class SwapRanks(Swap):
-    """Replaces DDP on several CPU devices; processes start as the test wants them to."""
+    """Replaces DDP on several CPU devices. Where Lightning would spawn ranks they are forks, in
+    both runs.
+    """
 
     def pytest_sessionstart(self) -> None:
         make = _AcceleratorConnector._init_strategy
@@ -119,8 +121,8 @@ class SwapRanks(Swap):
             if self._strategy != "auto":
                 connector.strategy = StrategyRegistry[self._strategy]["strategy"](plan="host")
                 connector.strategy.parallel_devices = connector._parallel_devices
-                # Ours knows scripts and notebooks. Forks need no pickles of what a test has made.
-                connector.strategy._start_method = "popen" if chosen._start_method == "popen" else "fork"
+            # Forks need neither imports nor pickles of what a test has made.
+            connector.strategy._start_method = "popen" if chosen._start_method == "popen" else "fork"
             connector.strategy._swapped = True
 
         _AcceleratorConnector._init_strategy = make_swapped

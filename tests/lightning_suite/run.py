@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         results = read(record)
         if args.ranks:  # those that start the script again, which is pytest, need a process of their own
             for test in [name for name, result in results.items() if result["skipped"].endswith("[Standalone execution]")]:
-                alone = [*command, "-n", "0", test]
+                alone = [*command, "-n", "0", test.removeprefix("tests/")]
                 subprocess.run(alone, cwd=tests, env=environment | {"PL_RUN_STANDALONE_TESTS": "1"}, check=False)
             results = read(record)
     args.output.write_text(json.dumps({"strategy": args.strategy, "tests": list(results.values())}, indent=1))

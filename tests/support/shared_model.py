@@ -168,9 +168,9 @@ def batches(rank: int = RANK) -> DataLoader[Tensor]:
 def reference(
     kind: str, accumulate: int = 1, clip: float | None = None, *, by_value: bool = False, mixed: bool = False,
     begin: Mapping[str, Any] | None = None, number: int = STEPS, dtype: torch.dtype = torch.float32,
-    scaler: torch.amp.GradScaler | None = None, **options: Any,
+    scaler: torch.amp.GradScaler | None = None, epochs: int = 1, **options: Any,
 ) -> Model:  # fmt: skip
-    """The model after the first batches of an epoch in one process, also from a checkpoint on."""
+    """The model after the first batches of each epoch in one process, also from a checkpoint on."""
     plain = model(kind, **options).to(dtype)
     plain.has_masters = dtype in MASTERED
     plain.offset.zero_()  # the first rank's
@@ -180,7 +180,8 @@ def reference(
         plain.load_state_dict(begin["state_dict"])
         optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
     kept: dict[nn.Parameter, Tensor] = {}
-    for step, every in enumerate(islice(zip(*map(batches, range(WORLD)), strict=True), number)):
+    rows = [*islice(zip(*map(batches, range(WORLD)), strict=True), number)] * epochs
+    for step, every in enumerate(rows):
         gradients = []
         for rank, batch in enumerate(every):
             for param in plain.parameters():

@@ -104,7 +104,8 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         micro_batches: Forwards and backwards of one step.
     """
     weights, gradients, ranks = model.weight_bytes(block), model.gradient_bytes(block), hardware.ranks
-    whole, sent = ranks * weights, ranks * weights * (ranks > 1 and not hardware.gathers_in_place)
+    in_place = hardware.gathers_in_place and hardware.shared_memory  # then a rank's share of whole weights is its slice
+    whole, sent = weights if in_place else ranks * weights, ranks * weights * (ranks > 1 and not hardware.gathers_in_place)
     params, state = block.num_trainable_params, model.state_bytes(block)
     alone = not hardware.shared_memory
     on_cpu = params > 0 and placed.update is UpdateLane.CPU

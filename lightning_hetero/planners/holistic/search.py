@@ -201,7 +201,10 @@ class Search:
         if any(b.weights is Tier.DISK for b in plan.blocks):
             room = relaxed.waiting_bytes
         else:
-            needs = needs_of(plan, model, shared_memory=h.shared_memory, updates=self.evaluator.updates)
+            needs = needs_of(
+                plan, model, shared_memory=h.shared_memory, updates=self.evaluator.updates, ranks=h.ranks,
+                gathers_in_place=h.gathers_in_place,
+            )  # fmt: skip
             beside = total_bytes(needs.device) + sum(needs.device_caches[:1]) if h.unified_memory else 0
             room = h.host_memory_bytes - total_bytes(needs.host) - beside + sum(sizes[: plan.gradient_depth])
         most = sum(1 for total in accumulate(sizes) if total <= room)

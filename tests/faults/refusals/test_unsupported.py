@@ -24,7 +24,6 @@ from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
-        ({"plan": "auto"}, {}, ["plan='holistic'", 'plan="host"', "hetero_parallel"]),
         ({"disk_path": "store"}, {}, ["disk_path=", "Leave disk_path out"]),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({"device": EmulatedDevice(memory="1GiB")}, {}, ["device=EmulatedDevice", "Leave device out"]),

@@ -1,0 +1,71 @@
+"""What ranks tell each other between batches, to decide together.
+
+[Note: Decisions]
+They have a group of processes of their own. The collectives of a step may still run on their lane
+while the ranks decide about the next one, and no two threads may use one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.lanes.network import EmulatedNetwork
+
+_gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the older name
+
+
+class Decisions:
+    """Exchanges small things among all ranks; see [Note: Decisions].
+
+    All ranks call the same methods in the same order, in the thread that trains.
+
+    Args:
+        group: The ranks, and nobody else uses it. Its timeout bounds every exchange.
+        network: The speed of their collectives, if that is emulated; decisions do not take it.
+
+    Raises:
+        HeteroError: Of each method: another rank has died or hangs, or the network has failed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None) -> None:
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.group, self.network = group, network
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what one rank does for all."""
+        return self.rank == 0
+
+    def numbers(self, *own: float) -> list[list[float]]:
+        """The numbers of each rank; all tell as many."""
+        told = torch.empty(self.ranks, len(own), dtype=torch.float64)
+        with self._naming():
+            _gather_all(told.view(-1), torch.tensor(own, dtype=torch.float64), group=self.group)
+        rows: list[list[float]] = told.tolist()
+        return rows
+
+    def texts(self, own: str) -> list[str]:
+        """The text of each rank."""
+        data = own.encode()
+        lengths = [int(row[0]) for row in self.numbers(len(data))]
+        mine = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        told = torch.empty(self.ranks, len(mine), dtype=torch.uint8)
+        with self._naming():
+            _gather_all(told.view(-1), mine, group=self.group)
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(told, lengths, strict=True)]
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise HeteroError(
+                f"rank {self.rank} of {self.ranks} could not decide with the others between two batches: another rank has died or "
+                f"hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
+            ) from error

@@ -1,0 +1,124 @@
+"""The rate of collectives among the ranks of this machine, alone and beside other work.
+
+[Note: Ranks are measured in turns and together]
+What ranks share, they share equally: they do the same at the same time. So one rank measures the
+machine with the threads of all of them, while the others wait, and each has its part of the result;
+ranks that measured at once would each see what happens to run beside it. Collectives need all
+ranks. They begin each measurement together, and stop together.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_hetero.clock import now_s
+from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.lanes.decisions import Decisions
+from lightning_hetero.profiling.timing import Load, Measured, rates
+from lightning_hetero.units import MIB
+
+_WHOLE_BYTES = 8 * MIB  # far more than what a meeting takes, and far less than a second
+_SECONDS, _REPETITIONS, _MEETINGS = 0.15, 3, 20
+_IDLE_S = 0.001
+
+
+class Exchange(Load):
+    """Gathers and reduces a block among all ranks; units: bytes that this rank sends.
+
+    All ranks run it at the same time. Before each step they tell whether they go on, so that all
+    have as many.
+
+    Args:
+        decisions: How they tell.
+        collectives: Those of the same ranks.
+    """
+
+    name = "net"
+
+    def __init__(self, decisions: Decisions, collectives: Collectives) -> None:
+        self._decisions, self._collectives, self._over = decisions, collectives, False
+        elements = _WHOLE_BYTES // 4 // decisions.ranks
+        self._own = torch.ones(elements, dtype=torch.float32, device="cpu")
+        self._whole, self._received = self._own.repeat(decisions.ranks), self._own.repeat(decisions.ranks)
+
+    def step(self) -> float:
+        """One all-gather and one reduce-scatter, or nothing once a rank has stopped."""
+        if self._over or self._tells(stops=False):
+            time.sleep(_IDLE_S)
+            return 0.0
+        self._collectives.gather(self._whole, self._own)
+        self._collectives.reduce(self._own, self._whole, self._received, divisor=self._decisions.ranks)
+        return 2.0 * (self._whole.nbytes - self._own.nbytes)
+
+    def settle(self) -> None:
+        """Tells the others to stop, unless they have stopped."""
+        if not self._over:
+            self._tells(stops=True)
+        self._over = False
+
+    def _tells(self, *, stops: bool) -> bool:
+        self._over = any(row[0] for row in self._decisions.numbers(stops))
+        return self._over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What is measured of the collectives.
+
+    Attributes:
+        bytes_per_s: What one rank sends.
+        meeting_s: Seconds until all have met.
+        contention: As in ``HardwareProfile``, of ``"net"`` and each other kind of work.
+        text: How it was measured.
+    """
+
+    bytes_per_s: float
+    meeting_s: float
+    contention: dict[str, float]
+    text: str
+
+
+def measure(decisions: Decisions, beside: Sequence[Load]) -> Network:
+    """Measures the collectives of ranks, which all call this.
+
+    Args:
+        decisions: Those of the ranks.
+        beside: Loads of this rank beside which they are measured, one after the other; named as the
+            kinds of ``HardwareProfile.contention``.
+    """
+    collectives = Collectives(decisions.group, decisions.network)
+    exchange = Exchange(decisions, collectives)
+    meetings = []
+    for _ in range(_MEETINGS):
+        begin_s = now_s()
+        collectives.agree([0.0])
+        meetings.append(now_s() - begin_s)
+    alone: dict[str, list[float]] = {load.name: [] for load in (exchange, *beside)}
+    slower: dict[str, list[float]] = {
+        f"{a}|{b}": [] for load in beside for a, b in ((exchange.name, load.name), (load.name, exchange.name))
+    }
+    for _ in range(_REPETITIONS):
+        for load in (exchange, *beside):
+            alone[load.name].append(_together(decisions, [load])[load.name])
+        for load in beside:
+            found = _together(decisions, [exchange, load])
+            for mine, other in ((exchange, load), (load, exchange)):
+                slower[f"{mine.name}|{other.name}"].append(max(1.0, alone[mine.name][-1] / max(found[mine.name], 1.0)))
+    rate = Measured.of(alone[exchange.name])
+    return Network(
+        bytes_per_s=rate.value,
+        meeting_s=statistics.median(meetings),
+        contention={pair: statistics.median(factors) for pair, factors in slower.items()},
+        text=f"gathers and sums of {_WHOLE_BYTES // MIB} MiB among {decisions.ranks} processes; {rate}",
+    )
+
+
+def _together(decisions: Decisions, loads: Sequence[Load]) -> dict[str, float]:
+    """The rates of loads that all ranks begin at the same time."""
+    decisions.numbers(0.0)
+    return rates(loads, _SECONDS)

@@ -1,0 +1,122 @@
+"""One rank of a test of planners on several devices: a script, as ``shared_model.py`` is.
+
+See ``tests/integration/test_planned_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
+
+MACHINE = Path(__file__).with_name("hardware.json")
+
+
+def strategy(**options: Any) -> HeteroOffloadStrategy:
+    """The default plan, on a machine whose rates are given, except those of collectives."""
+    return HeteroOffloadStrategy(block_cls="Layer", update_threads=1, **{"hardware_profile": MACHINE, **options})
+
+
+def on_all_ranks(value: object) -> list[Any]:
+    """The value of each rank."""
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, value)
+    return found
+
+
+class Plans(pl.Callback):
+    """Notes the plans that come into force; one rank alone may ask for another one."""
+
+    def __init__(self, asks: int = -1) -> None:
+        self.found: list[tuple[int, str, str, str]] = []
+        self._asks, self._batch = asks, 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        auto = trainer.strategy.autoplan
+        if auto.plan is not None and (not self.found or self.found[-1][1] != auto.plan.to_json()):
+            self.found.append((self._batch, auto.plan.to_json(), auto.model.to_json(), auto.machine.to_json()))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._batch += 1
+        if self._batch == self._asks and RANK == WORLD - 1:
+            trainer.strategy.replan()
+
+
+def plans_alike(out: Path) -> None:
+    """All ranks measure for the default plan, and have the same; the bits are the reference's."""
+    shared, plans = model(), Plans()
+    trainer(out, strategy(), max_epochs=2, callbacks=[plans]).fit(shared, batches())
+    same(shared, reference("", epochs=2))
+    every = on_all_ranks(plans.found)
+    assert every == [every[0]] * WORLD, "ranks have the same plan, from the same profiles"
+    assert [batch for batch, *_ in every[0]] == [4], "planned once, after the batches that are measured"
+    machine = HardwareProfile.from_json(every[0][0][3])
+    assert (machine.ranks, machine.world_size) == (WORLD, 1)
+    assert machine.collective_bytes_per_s > 0
+    assert machine.meeting_s > 0
+    given = HardwareProfile.load(MACHINE)
+    assert machine.cpu_update_params_per_s == given.cpu_update_params_per_s / WORLD
+
+
+def asks_alone(out: Path) -> None:
+    """One rank asks for another plan: all measure again, and get it."""
+    shared, plans = model(), Plans(asks=6)
+    trainer(out, strategy(replan_drift=None), max_epochs=4, callbacks=[plans]).fit(shared, batches())
+    same(shared, reference("", epochs=4))
+    every = on_all_ranks(plans.found)
+    assert every == [every[0]] * WORLD
+    assert [batch for batch, *_ in every[0]] == [4, 9], "its blocks are timed again in three batches"
+
+
+class Moves(pl.Callback):
+    """Brings another plan into force before each batch, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._draw = random.Random(7)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        session, draw = trainer.strategy.session, self._draw
+        rows = [BlockPlan(name=b.name, weights=draw.choice([Tier.HOST, Tier.DEVICE])) for b in session.blocks]
+        wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
+        assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
+        for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):
+            whole = all(part.is_whole for part in block.parts)
+            assert whole or row.weights is Tier.HOST, "weights that live whole are whole"
+
+
+def moves_blocks(out: Path) -> None:
+    """Plans change between any two batches, and not a bit of the result does."""
+    shared = model("frozen tied")
+    fixed = HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1)
+    trainer(out, fixed, max_epochs=2, callbacks=[Moves()]).fit(shared, batches())
+    same(shared, reference("frozen tied", epochs=2))
+
+
+def refuses_other_plans(out: Path) -> None:
+    """Ranks that were given different plans say where these differ, before anything trains."""
+    rows = (BlockPlan(name="layers.2", weights=Tier.DEVICE if RANK else Tier.HOST), BlockPlan(name="*"))
+    words = r"have other plans. Of block 'layers.2' this rank has BlockPlan.* rank \d something else"
+    with pytest.raises(ConfigError, match=words):
+        trainer(out, HeteroOffloadStrategy(Plan(name="mine", blocks=rows), block_cls="Layer")).fit(model(), batches())
+
+
+def refuses_a_machine_of_another_number(out: Path) -> None:
+    """A profile of other devices is refused by name."""
+    other = replace(HardwareProfile.load(MACHINE), world_size=WORLD + 1)
+    with pytest.raises(ConfigError, match=f"has world_size={WORLD + 1}, and {WORLD} devices train together"):
+        trainer(out, strategy(hardware_profile=other), max_epochs=2).fit(model(), batches())
+
+
+if __name__ == "__main__":
+    run_scenarios(globals())
