@@ -130,6 +130,8 @@ class Collectives:
         Raises:
             HeteroError: Another rank is about to do something else; says what.
         """
+        if self._failed:  # which says more than that an op before this one has failed
+            raise HeteroError(self._failed)
         with self._lock:
             if self._coming[0] is not op:
                 raise HeteroError(

@@ -70,7 +70,7 @@ class _Backward:
     lacks: bool = False  # this rank has no gradient of some parameters that train
     taken: dict[int, _Gradients] = field(default_factory=dict)  # by block, until the lane sums them
     early: list[Block] = field(default_factory=list)  # the lane has left these for the end, on all ranks
-    reduced: set[int] = field(default_factory=set)  # blocks whose gradients the lane has summed, or is about to
+    reduced: set[int] = field(default_factory=set)  # blocks whose gradients the lane has summed
 
     def take(self, block: Block, gradients: _Gradients) -> None:
         """The block's gradients belong to the lane from now on."""
@@ -203,7 +203,6 @@ class SliceGradients:
     @torch.no_grad()
     def _reduce(self, backward: _Backward, block: Block, *, some_lack: bool) -> None:
         """Sums a block's gradients, in the thread of the lane."""
-        backward.reduced.add(block.index)
         trained, taken = _trained(block), {id(held.param): (held, grad) for held, grad in backward.taken.pop(block.index, [])}
         present = [id(part.params[index]) in taken for part, index in trained]
         if some_lack:
@@ -213,6 +212,7 @@ class SliceGradients:
             here = [index for (owner, index), there in zip(trained, present, strict=True) if owner is part and there]
             if here:
                 self._reduce_part(part, here, taken)
+        backward.reduced.add(block.index)
 
     def _reduce_part(self, part: Part, indices: Sequence[int], taken: dict[int, tuple[SliceGradient, Tensor]]) -> None:
         whole, received = (self._buffer(name, part) for name in ("sent", "received"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +22,11 @@ from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.ir.trace import Span, Trace
 from lightning_hetero.lanes.network import ENVIRONMENT
 from lightning_hetero.lowering import CacheSizes
+from lightning_hetero.runtime.slice_gradients import SliceGradients
 from lightning_hetero.sim import simulate
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.machines import HARDWARE
-from support.shared_model import WORLD, batches, model, trainer
+from support.shared_model import RANK, WORLD, batches, model, reference, same, trainer
 
 FIRST = 2  # the first steps learn in which order blocks are used
 MACHINE = replace(HARDWARE, ranks=WORLD, collective_bytes_per_s=1e9)
@@ -119,6 +121,23 @@ def computes_meanwhile(out: Path) -> None:
     assert reduce.start_s < backward.end_s
     assert backward.start_s < reduce.end_s
     assert update.start_s < reduce.end_s
+
+
+def waits_for_ranks_that_lack_gradients(out: Path) -> None:
+    """What one rank knows to be complete and another does not is summed after backward; until then
+    no update may take it for complete.
+    """
+    plain = SliceGradients._reduce_part
+
+    def reduce_part(gradients: SliceGradients, part: Any, *rest: Any) -> None:
+        assert not gradients.are_complete(part.block)
+        plain(gradients, part, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SliceGradients, "_reduce_part", reduce_part)
+        shared = model("rare", seed=5 + RANK)
+        trainer(out).fit(shared, batches())
+    same(shared, reference("rare"))
 
 
 def _find(spans: list[Span], name: str) -> Span:
