@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ def kind_of(path: Path) -> str:
         ConfigError: It is of no known kind.
     """
     if path.is_dir():
-        if (path / MANIFEST).exists():
+        if (path / MANIFEST).exists() or any(path.glob(f"rank-*-of-*/{MANIFEST}")):
             return STORE
         if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
             return SAFETENSORS
@@ -103,9 +104,12 @@ def contents_of(path: Path) -> Contents:
     kind = kind_of(path)
     if kind == STORE:
         from lightning_hetero.store.format.audit import StoreFiles
+        from lightning_hetero.store.format.sets import has_ranks, last_step
 
-        with StoreFiles(path) as store:
-            return _of_store(store)
+        with ExitStack() as opened:
+            if has_ranks(path):
+                return _of_set(path, last_step(path, opened))
+            return _of_store(opened.enter_context(StoreFiles(path)))
     if kind == SAFETENSORS:
         from lightning_hetero.convert.safetensors import WeightFiles
 
@@ -127,6 +131,14 @@ def grouped(tensors: Iterable[TensorRow]) -> list[tuple[str, int, TensorRow]]:
     for row in tensors:
         groups.setdefault((re.sub(r"\d+", "*", row.name), row.dtype, row.shape), []).append(row)
     return [(key[0] if len(rows) > 1 else rows[0].name, len(rows), rows[0]) for key, rows in groups.items()]
+
+
+def _of_set(path: Path, stores: Sequence[StoreFiles]) -> Contents:
+    """The stores of ranks at the step that all of them have."""
+    each = [_of_store(store) for store in stores]
+    blocks = [{**row, "file": f"{one.path.relative_to(path)}/{row['file']}"} for one in each for row in one.blocks]
+    facts = {"ranks": len(stores), **each[0].facts, "notes": [note for one in each for note in one.facts["notes"]]}
+    return Contents(kind=STORE, path=path, facts=facts, tensors=each[0].tensors, blocks=tuple(blocks))
 
 
 def _of_store(store: StoreFiles) -> Contents:

@@ -6,13 +6,14 @@ import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hetero.cli.contents import CHECKPOINT, PLAN, STORE, kind_of, training_step, unsafe_globals
 from lightning_hetero.cli.output import console, pairs, print_json, working
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, StoreCorruptError
 from lightning_hetero.ir import cluster_plan, hardware, model
 from lightning_hetero.ir.cluster_plan import ClusterPlan
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -54,7 +55,7 @@ def run(path: Path, *, as_json: bool) -> bool:
     """
     kind = kind_of(path)
     with working(f"reading {path}"):
-        report = {STORE: _store, CHECKPOINT: _checkpoint, PLAN: _plan}.get(kind, _weights)(path)
+        report = {STORE: _stores, CHECKPOINT: _checkpoint, PLAN: _plan}.get(kind, _weights)(path)
     if as_json:
         print_json(report)
         return bool(report.faults)
@@ -66,6 +67,25 @@ def run(path: Path, *, as_json: bool) -> bool:
         for line in lines:
             screen.print(f"{title}: {line}", markup=False)
     return bool(report.faults)
+
+
+def _stores(path: Path) -> VerifyReport:
+    """A store, or those of several ranks and whether they have a step in common."""
+    from lightning_hetero.store.format.sets import has_ranks, last_step, stores_in
+
+    if not has_ranks(path):
+        return _store(path)
+    each, faults, step = [_store(place) for place in stores_in(path)], list[str](), "no common step"
+    with ExitStack() as opened:
+        try:
+            stores = last_step(path, opened)
+            step = f"{len(stores)} ranks have {_step(stores[0].record)}" if stores[0].record is not None else step
+        except (ConfigError, StoreCorruptError) as error:
+            faults.append(str(error))
+    faults += [f"{one.path.name}: {fault}" for one in each for fault in one.faults]
+    notes = [f"{one.path.name}: {note}" for one in each for note in one.notes]
+    checked = "; ".join([step, *(f"{one.path.name}, {one.checked}" for one in each)])
+    return VerifyReport(kind=STORE, path=path, checked=checked, faults=tuple(faults), notes=tuple(notes))
 
 
 def _store(path: Path) -> VerifyReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +27,8 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
-from lightning_hetero.store.format.manifest import MANIFEST
-from lightning_hetero.store.format.stored_model import last_kept, stored_adapters, stored_buffers, stored_merges, stored_weights
+from lightning_hetero.store.format.sets import last_step, stores_in
+from lightning_hetero.store.format.stored_model import stored_adapters, stored_buffers, stored_merges, stored_weights
 from lightning_hetero.units import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str
         where = source
     if (path := _store_at(where)) is not None:
         with ExitStack() as opened:
-            return of_store(stored_adapters(last_kept(opened.enter_context(StoreFiles(path)), opened)), str(path))
+            return of_store(stored_adapters(last_step(path, opened)[0]), str(path))
     if not isinstance(merge, bool):
         return of_folder(merge)
     raise ConfigError(
@@ -179,7 +179,7 @@ def _merges(source: nn.Module | str | os.PathLike[str], module: str) -> merges.M
         found: object = merges.merges_of(merges.layers_of(source))
     elif (store := _store_at(source)) is not None:
         with ExitStack() as opened:
-            found = stored_merges(last_kept(opened.enter_context(StoreFiles(store)), opened))
+            found = stored_merges(last_step(store, opened)[0])
     else:
         path = Place.of(source)
         checkpoint = {} if path.is_dir() or path.suffix == ".safetensors" else load_checkpoint(path)
@@ -190,7 +190,7 @@ def _merges(source: nn.Module | str | os.PathLike[str], module: str) -> merges.M
 
 def _store_at(path: str | os.PathLike[str]) -> Path | None:
     local = Place.of(path).local
-    return local if local is not None and (local / MANIFEST).is_file() else None
+    return local if local is not None and stores_in(local) else None
 
 
 def _named(place: Place) -> Path | str:
@@ -210,7 +210,7 @@ def weights_of(source: nn.Module | str | os.PathLike[str], opened: ExitStack) ->
     if isinstance(source, nn.Module):
         return list(_of_state(source.state_dict(keep_vars=True)))
     if (store := _store_at(source)) is not None:
-        return list(_of_store(last_kept(opened.enter_context(StoreFiles(store)), opened)))
+        return list(_of_stores(last_step(store, opened)))
     path = Place.of(source)
     if path.is_dir() or path.suffix == ".safetensors":
         return list(_of_files(WeightFiles.open(path)))
@@ -281,10 +281,10 @@ def _of_files(files: WeightFiles) -> Iterator[TensorToWrite]:
         yield TensorToWrite(stored.name, stored.dtype, stored.shape, stored.read)
 
 
-def _of_store(store: StoreFiles) -> Iterator[TensorToWrite]:
-    for weight in stored_weights(store):
+def _of_stores(stores: Sequence[StoreFiles]) -> Iterator[TensorToWrite]:
+    for weight in stored_weights(*stores):
         yield TensorToWrite(weight.name, weight.dtype, weight.shape, weight.read)
-    yield from _of_state(stored_buffers(store))
+    yield from _of_state(stored_buffers(stores[0]))
 
 
 def _below(tensors: list[TensorToWrite], module: str) -> list[TensorToWrite]:

@@ -22,7 +22,7 @@ from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, member_of, read_manifest
 from lightning_hetero.store.format.pins import pins
-from lightning_hetero.store.format.sets import stores_in
+from lightning_hetero.store.format.sets import last_step, stores_in
 from lightning_hetero.store.format.stored_model import has_lost_records
 from lightning_hetero.strategies.data import TrainingData, begin_apart, restore_validation, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
@@ -123,12 +123,13 @@ def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Preci
         StoreBusyError: A process uses it.
         StoreCorruptError: A file differs from its record.
     """
-    store = stored_model.last_kept(opened.enter_context(StoreFiles(path)), opened)
+    stores = last_step(path, opened)
+    store = stores[0]
     if store.record is None:
         opened.close()  # the store is opened once more, to say why
         raise _no_record(path)
     state = checked_state(record.parse(store.record.user), store.path)
-    weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in stored_model.stored_weights(store)}
+    weights: dict[str, torch.Tensor] = {w.name: OffloadedTensor(w) for w in stored_model.stored_weights(*stores)}
     first = {parameter: name for name, parameter in module.named_parameters()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in weights and first[parameter] in weights:

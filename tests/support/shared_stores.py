@@ -27,6 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_hetero._native import Engine
+from lightning_hetero.cli import verify
+from lightning_hetero.cli.contents import contents_of
+from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.common_records import CommonRecords
@@ -244,6 +247,7 @@ def moved(root: Path) -> dict[str, Any]:
     assert not any(run(3, lambda rank: train(out, rank, "disk", resume=False, steps=3)))
     first.mkdir()
     shutil.move(out / "end.ckpt", first / "end.ckpt")
+    read = is_read_by_the_command(out, first)
     reached, same = 0, []
     points = ("while parts come from other ranks", "before the earlier stores go", "while the earlier stores go")
     for world, plan, kills in [
@@ -258,7 +262,28 @@ def moved(root: Path) -> dict[str, Any]:
             assert kill is not None or not any(statuses), "a resume has failed"
         same.append(same_end(out, first))
         assert len(sets.stores_in(out / "store")) == world, "earlier stores are gone"
-    return {"reached": reached, "differs": [], "same": all(same)}
+    return {"reached": reached, "differs": [], "same": all(same) and read}
+
+
+def is_read_by_the_command(out: Path, first: Path) -> bool:
+    """The stores of ranks can be checked, looked at and exported, and what is wrong is named."""
+    export_weights(out / "store", out / "exported.ckpt")
+    wanted, found = (torch.load(path)["state_dict"] for path in (first / "end.ckpt", out / "exported.ckpt"))
+    same = all(torch.equal(found[name], value) for name, value in wanted.items())
+    shown, report = contents_of(out / "store"), verify._stores(out / "store")
+    same &= (shown.facts["ranks"], shown.facts["global_step"], report.faults) == (3, 3, ())
+    same &= report.checked.startswith("3 ranks have training step 3")
+    damaged = out / "damaged"
+    shutil.copytree(out / "store", damaged)
+    slot = next(damaged.glob("rank-1-of-3/block-*.a"))
+    slot.write_bytes(slot.read_bytes()[:-1])
+    other = next(damaged.glob("rank-1-of-3/block-00000.b"))
+    other.write_bytes(other.read_bytes()[:-1])
+    same &= any("rank-1-of-3: " in fault for fault in verify._stores(damaged).faults)
+    shutil.rmtree(damaged / "rank-2-of-3")
+    same &= any("the stores of ranks 2 are missing" in fault for fault in verify._stores(damaged).faults)
+    shutil.rmtree(damaged)
+    return same
 
 
 def main(root: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step
 from lightning_hetero.store.format.audit import StoreFiles, repeat_record
 from lightning_hetero.store.format.directory import OF_RANK, remove_store
@@ -37,6 +38,27 @@ def stores_in(root: Path) -> list[Path]:
 def has_ranks(root: Path) -> bool:
     """Whether a directory has stores of several ranks."""
     return any(place != root for place in stores_in(root))
+
+
+def last_step(path: Path, opened: ExitStack) -> list[StoreFiles]:
+    """The stores that have the last kept step of a directory, by rank, each at that step.
+
+    Args:
+        path: A store, or the directory of those of ranks.
+        opened: Closes them.
+
+    Raises:
+        ConfigError: A store cannot be read, or is missing.
+        StoreBusyError: A living process uses one of them.
+        StoreCorruptError: They are not of the same time.
+    """
+    if not has_ranks(path):
+        return [last_kept(opened.enter_context(StoreFiles(path)), opened)]
+    stores = opened.enter_context(Stores(path))
+    step = stores.common()
+    if step is None:
+        raise ConfigError(f"the stores in {str(path)!r} have no commit record: no step was written.")
+    return stores.at(step)
 
 
 class Stores:

@@ -13,7 +13,7 @@ from lightning_hetero._native.library import U8
 from lightning_hetero.errors import ConfigError, StoreCorruptError
 from lightning_hetero.ir.shards import Shards
 from lightning_hetero.store.format.audit import CommittedBlock, StoreFiles
-from lightning_hetero.store.format.manifest import alignment_of, layout_of
+from lightning_hetero.store.format.manifest import alignment_of, layout_of, member_of
 from lightning_hetero.store.format.record import PartEntry, StepRecord, parse
 from lightning_hetero.store.partition import laid_out
 from lightning_hetero.store.raw_memory import PAGE
@@ -119,6 +119,13 @@ def stored_parts(stores: Sequence[StoreFiles]) -> list[StoredPart]:
     rows = {name: row for block in first.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
     entries = [record_of(store).parts for store in stores]
     names = layout["parts"]
+    for rank, store in enumerate(stores):
+        member = member_of(store.path, store.manifest)
+        if (member.rank, member.ranks) != (rank, len(stores)):
+            raise ConfigError(
+                f"store {str(store.path)!r} is that of rank {member.rank} of {member.ranks}, and has slices of the model. Give the "
+                f"directory above, where all of them are."
+            )
     for store, of_store in zip(stores, entries, strict=True):
         if len(of_store) != len(names) or layout_of(store.path, store.manifest)["parts"] != names:
             raise ConfigError(f"store {str(store.path)!r} has other parts than {str(first.path)!r}, with which it forms a set.")
