@@ -14,10 +14,14 @@ uncounted`` is the same plan on a device that counts nothing: what the runtime i
 
 Prints one line of JSON last: seconds per block, the median over rounds of the difference between a
 model of ``--blocks`` and one of a quarter of them; ``overhead_per_block_vs_plain``, its ratio to
-that of ``plain``; ``calls_per_block``, functions of the package that a step calls per block.
+that of ``plain``; ``calls_per_block``, functions of the package that a step calls per block. On a
+machine that does other work, times tell little: ``cpu_per_block_vs_plain`` is the same ratio of the
+CPU time of the process, and ``thread_per_block_vs_plain`` of that of the thread that trains, which
+is what a device waits for.
 
 Lanes run ops in threads of their own, whose Python holds the interpreter too.
-``calls_per_block`` has only calls of the thread that trains.
+``calls_per_block`` has only calls of the thread that trains. Rounds end after ``--minutes``; there
+are three at least.
 
     python benchmarks/small_blocks.py
 """
@@ -47,6 +51,7 @@ from lightning_hetero.lanes import EmulatedLanes
 from lightning_hetero.runtime.device import setup
 
 WIDTH = 8
+LEAST_ROUNDS = 3
 PACKAGE = str(Path(lightning_hetero.__file__).parent)
 ON_DEVICE = BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE)
 ON_HOST = BlockPlan(name="blocks.*", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.CPU)
@@ -108,22 +113,26 @@ class SmallBlocks(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(1 << 12, WIDTH), batch_size=4)
 
 
+CLOCKS = {"overhead": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
+
+
 class Steps(pl.Callback):
-    """The times of steps after the first ones, or the calls of one of them."""
+    """The times of steps after the first ones by each clock, or the calls of one of them."""
 
     def __init__(self, *, warm: int, counts: bool) -> None:
-        self.seconds: list[float] = []
+        self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
         self.calls: Counter[str] = Counter()
         self._warm, self._counts = warm, counts
-        self._last_s = 0.0
+        self._last_s = dict.fromkeys(CLOCKS, 0.0)
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         if self._counts:
             sys.setprofile(self._note if batch_idx == self._warm else None)
-        now = time.perf_counter()
-        if batch_idx > self._warm:
-            self.seconds.append(now - self._last_s)
-        self._last_s = now
+        for clock, read in CLOCKS.items():
+            now = read()
+            if batch_idx > self._warm:
+                self.seconds[clock].append(now - self._last_s[clock])
+            self._last_s[clock] = now
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -149,32 +158,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=64, help="of the larger model")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no round begins")
     parser.add_argument("--steps", type=int, default=20, help="per contestant and round")
     parser.add_argument("--calls", choices=CONTESTANTS, help="only print the functions that a step of this plan calls")
     args = parser.parse_args()
     many, few = args.blocks, args.blocks // 4
     if args.calls:
-        large, small = (train(args.calls, n, 0, counts=True).calls for n in (many, few))
-        rows = {name: (large[name] - small[name]) / (many - few) for name in large}
-        for name, count in sorted(rows.items(), key=lambda row: -row[1])[:70]:
+        of_many, of_few = (train(args.calls, n, 0, counts=True).calls for n in (many, few))
+        counts = {name: (of_many[name] - of_few[name]) / (many - few) for name in of_many}
+        for name, count in sorted(counts.items(), key=lambda row: -row[1])[:70]:
             print(f"{count:7.2f} {name}")
-        print(f"{sum(rows.values()):7.2f} per block")
+        print(f"{sum(counts.values()):7.2f} per block")
         return
     calls = {}
     for name in CONTESTANTS:
-        large, small = (train(name, n, 0, counts=True).calls.total() for n in (many, few))
-        calls[name] = round((large - small) / (many - few), 1)
-    found: dict[str, list[float]] = {name: [] for name in ("plain", *CONTESTANTS)}
-    for _ in range(args.rounds):
-        for name, rows in found.items():
-            large_s, small_s = (statistics.median(train(name, n, args.steps).seconds) for n in (many, few))
-            rows.append((large_s - small_s) / (many - few))
-    ratios = {name: [a / b for a, b in zip(found[name], found["plain"], strict=True)] for name in CONTESTANTS}
-    result = {
-        "seconds_per_block": {name: statistics.median(rows) for name, rows in found.items()},
-        "overhead_per_block_vs_plain": {name: round(statistics.median(rows), 3) for name, rows in ratios.items()},
-        "calls_per_block": calls,
-    }
+        total, less = (train(name, n, 0, counts=True).calls.total() for n in (many, few))
+        calls[name] = round((total - less) / (many - few), 1)
+    found: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in ("plain", *CONTESTANTS)} for clock in CLOCKS}
+    begun_s = time.perf_counter()
+    for number in range(args.rounds):
+        if number >= LEAST_ROUNDS and time.perf_counter() - begun_s > 60 * args.minutes:
+            break
+        for name in ("plain", *CONTESTANTS):
+            large, small = (train(name, n, args.steps).seconds for n in (many, few))
+            for clock, rows in found.items():
+                rows[name].append((statistics.median(large[clock]) - statistics.median(small[clock])) / (many - few))
+    result: dict[str, Any] = {"seconds_per_block": {name: statistics.median(rows) for name, rows in found["overhead"].items()}}
+    for clock, rows in found.items():
+        ratios = {name: [a / b for a, b in zip(rows[name], rows["plain"], strict=True)] for name in CONTESTANTS}
+        result[f"{clock}_per_block_vs_plain"] = {name: round(statistics.median(each), 3) for name, each in ratios.items()}
+    result |= {"calls_per_block": calls, "rounds": len(found["overhead"]["plain"])}
     print(json.dumps(result))
 
 
