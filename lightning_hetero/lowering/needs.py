@@ -48,14 +48,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, speculates, updates_in_backward
-from lightning_hetero.lowering.rank_needs import beside_slices_bytes
+from lightning_hetero.lowering.rank_needs import beside_devices_bytes, beside_slices_bytes, whole_of
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
@@ -193,11 +193,12 @@ def needs_of_shape(
         _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), state, buckets, shared=shared_memory),
     ]
     device, host = _held(placed, constant, staging_bytes)
-    host = summed(host, {Purpose.RANKS: beside_slices_bytes(plan, model, ranks, in_place=gathers_in_place)})
+    beside = beside_slices_bytes if shared_memory else beside_devices_bytes
+    host = summed(host, {Purpose.RANKS: beside(plan, model, ranks, in_place=gathers_in_place)})
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
         device, host = {}, summed(device, host)
-    return Needs(
+    found = Needs(
         device={**device, **_largest(d for d, _ in moments)},
         host={**host, **_largest(h for _, h in moments)},
         disk={
@@ -210,6 +211,13 @@ def needs_of_shape(
         host_caches=tuple(p.shape.weight_bytes for p in placed if p.on_disk),
         streamed_bytes=sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
     )
+    if shared_memory or ranks == 1:
+        return found
+    whole = needs_of_shape(  # as devices have weights and gradients
+        plan, whole_of(model, ranks), shared_memory=False, updates=updates, staging_bytes=staging_bytes, constant=constant,
+        buckets=buckets,
+    )  # fmt: skip
+    return replace(found, device=whole.device, device_caches=whole.device_caches)
 
 
 def num_slots(kept_every: int) -> int:

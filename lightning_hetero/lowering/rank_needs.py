@@ -5,6 +5,8 @@ One account for planners, simulator and runtime, as ``needs`` is for the rest.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 
@@ -44,3 +46,27 @@ def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: 
     sizes = [b.gradient_bytes * ranks for b in model.blocks]
     pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
     return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 3 * max(sizes, default=0)
+
+
+def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
+    """The same where whole weights are on devices with memory of their own.
+
+    On the host whole gradients are those that wait for their REDUCE; weights that go up are whole.
+    """
+    if ranks == 1:
+        return 0
+    sizes = sorted(b.gradient_bytes * ranks for b in model.blocks)
+    others = 0 if in_place else (ranks - 1) * sum(b.weight_bytes for b in model.blocks)
+    return others + sum(sizes[-plan.gradient_depth :]) + 2 * max(sizes, default=0)
+
+
+def whole_of(model: ModelShape, ranks: int) -> ModelShape:
+    """The sizes of the whole model, of which ``model`` has those of one rank's slices."""
+    rows = tuple(
+        replace(
+            b, num_params=b.num_params * ranks, weight_bytes=b.weight_bytes * ranks, gradient_bytes=b.gradient_bytes * ranks,
+            state_bytes=b.state_bytes * ranks,
+        )
+        for b in model.blocks
+    )  # fmt: skip
+    return replace(model, blocks=rows)

@@ -51,7 +51,7 @@ class Executor:
         self.blocks, self.store, self.updater, self.lanes = run.blocks, run.store, run.updater, run.lanes
         self.recorder, self.heap, self.device = run.recorder, run.heap, run.side
         self.slices, self.residency = run.slices, residency_of(context)
-        self._apart = None if (there := run.side or run.slices) is None else there.gradients  # gradients that have left compute
+        self._apart = None if (there := run.slices or run.side) is None else there.gradients  # gradients that have left compute
         self.speculation = Speculation(run.store, run.turn, run.lanes)  # updates that run before the verdict
         self.speculation.enabled = context.placement.rules.speculates
         self.handlers = Handlers(context, self.batch, self.speculation, self.residency)

@@ -264,9 +264,13 @@ class Handlers:
 
     def reduce_left(self) -> None:
         """Backward has ended: submits REDUCEs of what no REDUCE has taken."""
-        if self._slices is not None:
-            for block in self._slices.gradients.left():
-                self._submit_now(OpKind.REDUCE, block, Lane.NET, payload=Payload.GRADIENTS)
+        if self._slices is None:
+            return
+        after, side = list[Event](), self._side
+        if side is not None:  # gradients that are on their way
+            after = [end for b in self._blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
+        for block in self._slices.gradients.left():
+            self._submit_now(OpKind.REDUCE, block, Lane.NET, after, Payload.GRADIENTS)
 
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
@@ -390,7 +394,7 @@ class Handlers:
     def _send_gradients(self, op: Op) -> Run | None:
         """GRAD: gradients leave the device."""
         block = self._blocks[op.block]
-        return None if self._is_early(block) else self._gradients_of(block, self._on_device)
+        return None if self._may_change(block) else self._gradients_of(block, self._on_device)
 
     def _update(self, op: Op) -> Run | None:
         """UPDATE: everything in the block that has gradients."""
@@ -539,7 +543,7 @@ class Handlers:
         if early and binding is not None and self._speculation.is_wanted(block, binding):
             mine = [p for p in block.params() if p.grad is not None and self._updater.owners.get(id(p)) is binding]
             self._speculation.leave(block, mine, binding, whole=gradients.ids().isdisjoint(map(id, block.params())))
-        run = gradients.take(block, shown=binding is None or self.all_wait)
+        run = gradients.take(block, shown=self._slices is None and (binding is None or self.all_wait))
         self._marked = -1, All(())  # compute may have more to do since the last mark, such as norms
         return run
 

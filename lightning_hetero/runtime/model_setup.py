@@ -172,7 +172,7 @@ class ModelSetup:
                     executor.residency.weights.release(block)
                     for part in block.parts:
                         store.barrier(part)
-            elif executor.slices is not None and executor.residency.is_away(block):
+            elif executor.slices is not None and executor.device is None and executor.residency.is_away(block):
                 executor.residency.parameters.hide(block)
                 executor.slices.release(block)()
             elif executor.slices is not None and resumed is not None:

@@ -227,7 +227,7 @@ class Placer:
         if device is not None and device.partitioned and device_memory is not None and cache_bytes is not None:
             cache_bytes, arena_bytes = self._partitioned(plan, needs, cache_bytes, device_memory)
             room = replace(room, device_cache_bytes=cache_bytes)
-        if self._ranks > 1:
+        if self._ranks > 1 and device is None:
             room = replace(room, device_cache_bytes=whole_bytes(plan, self.model, self._ranks, in_place=self._in_place))
         if plan.update_order is UpdateOrder.AFTER_BACKWARD:
             rules = replace(rules, deferred=rules.deferred or "the plan says so")
@@ -306,10 +306,15 @@ class Placer:
                     f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: "
                     f'{RANKS.text}, as in plan "host".'
                 )
-            if self._ranks > 1 and placed.weights is Tier.DISK and not self._in_place:
+            if self._ranks > 1 and placed.weights is Tier.DISK and (self.device_memory is not None or not self._in_place):
+                why = (
+                    "that cannot have the same memory (the log says why)"
+                    if self.device_memory is None
+                    else "on devices of their own"
+                )
                 raise UnsupportedError(
-                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share that cannot "
-                    f"have the same memory (the log says why). Place weights on 'host'."
+                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share {why}. Place "
+                    f"weights on 'host'."
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:

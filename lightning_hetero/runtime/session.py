@@ -42,7 +42,7 @@ from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
 from lightning_hetero.runtime.same_plan import all_or_none, check_same_plan
 from lightning_hetero.runtime.session_copies import Copies
-from lightning_hetero.runtime.slices import slices_of
+from lightning_hetero.runtime.slices import slices_of, with_same_rooms
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.store.format.in_place import InPlace
@@ -153,7 +153,7 @@ class Session(Copies):
         if parked is not None and not self._fits:
             in_force = parked.plan
             plans = (lambda _: in_force,)  # everything is where that plan has put it
-        placement = placer.first_that_fits(plans, present_bytes=self.present_bytes)
+        placement = with_same_rooms(placer.first_that_fits(plans, present_bytes=self.present_bytes), self.options.collectives)
         for block, placed in zip(self.blocks, placement.plan.blocks, strict=True):
             block.plan = placed
         for binding, rule in zip(self.bindings, placement.by, strict=True):
@@ -206,7 +206,7 @@ class Session(Copies):
     def _executor(self, store: TierStore, placement: Placement, model: ModelShape) -> Executor:
         lanes = lanes_of(self.options.device, placement.arena_bytes, poison=self.options.poison)
         side = side_of(self.options.device, lanes, store)
-        slices = slices_of(self.options, self.blocks, placement.plan, self.file)
+        slices = slices_of(self.options, self.blocks, placement.plan, self.file, side)
         updater = Updater(store, side, slices)
         self.steps.begin(store, updater.blobs, self._layout if self._resumes or self._source else None, self._source)
         updater.own(self.bindings)
@@ -236,6 +236,7 @@ class Session(Copies):
         with all_or_none(self.options.collectives):
             placement = placer.first_that_fits([lambda _: plan, *or_else], present_bytes=self._held_bytes)
         check_same_plan(self.options.collectives, placement.plan)
+        placement = with_same_rooms(placement, self.options.collectives)
         self.directories.make_ready(store, placement, trains=self._trains, kept=self.keeps_steps)
         if placement.staging_bytes < store.staging_bytes:
             store.resize_staging(placement.staging_bytes)
@@ -295,7 +296,7 @@ class Session(Copies):
         rules = placement.rules
         run.updater.rules = rules
         if run.side is not None:
-            run.side.gradients.norm_type = 2.0 if rules.norms else None
+            run.side.gradients.norm_type = 2.0 if rules.norms and run.slices is None else None  # slices have norms of sums
         run.heap.counted_bytes = placement.activation_bytes
         return RunContext(run=run, placement=placement, model=model, files=self.directories.of_swaps(run.store, placement))
 
@@ -377,7 +378,7 @@ class Session(Copies):
                 opened.callback(executor.residency.shut, block)
                 if torch.is_grad_enabled():
                     executor.hold(block)
-            opened.enter_context(nullcontext() if executor.slices is None else executor.slices.apart(blocks))
+            opened.enter_context(executor.residency.changes(blocks))
             yield
 
     def memory_report(self) -> dict[str, int]:

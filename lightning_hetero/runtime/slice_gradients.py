@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
-from lightning_hetero.runtime.device.gradients import check_dense
+from lightning_hetero.runtime.device.gradients import Claim, HostGradients, check_dense
 from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
@@ -56,7 +56,32 @@ class SliceGradient:
         self.norm = -1.0
 
 
-_Gradients = list[tuple[SliceGradient, Tensor]]  # with the whole ones of one batch
+_Gradients = dict[int, tuple[SliceGradient, Tensor]]  # with the whole ones of one batch, by the parameter's ``id``
+
+
+@dataclass(eq=False, slots=True)
+class _Taken:
+    """A block's whole gradients of one batch, as REDUCE has taken them."""
+
+    held: list[SliceGradient]
+    whole: list[Tensor] | Claim  # those that leave a device are in host memory once their GRAD has ended
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def gradients(self) -> _Gradients:
+        """They themselves, which belong to the caller from now on, until :meth:`let_go`."""
+        if isinstance(self.whole, list):
+            whole, self.whole = self.whole, []
+        else:
+            runs = zip(self.held, self.whole.gradients([held.param for held in self.held]), strict=True)
+            whole = [held.part.shaped(held.index, run) for held, run in runs if run is not None]
+        return {id(held.param): (held, grad) for held, grad in zip(self.held, whole, strict=True)}
+
+    def let_go(self) -> None:
+        """They have been summed."""
+        if not isinstance(self.whole, list):
+            self.whole.used(None)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,11 +93,11 @@ class _Backward:
     submitted: set[int] = field(default_factory=set)  # blocks whose REDUCE was
     left_compute: set[int] = field(default_factory=set)  # blocks whose gradients were taken
     lacks: bool = False  # this rank has no gradient of some parameters that train
-    taken: dict[int, _Gradients] = field(default_factory=dict)  # by block, until the lane sums them
+    taken: dict[int, _Taken] = field(default_factory=dict)  # by block, until the lane sums them
     early: list[Block] = field(default_factory=list)  # the lane has left these for the end, on all ranks
     reduced: set[int] = field(default_factory=set)  # blocks whose gradients the lane has summed
 
-    def take(self, block: Block, gradients: _Gradients) -> None:
+    def take(self, block: Block, gradients: _Taken) -> None:
         """The block's gradients belong to the lane from now on."""
         self.left_compute.add(block.index)
         self.lacks |= len(gradients) < len(_trained(block))
@@ -99,7 +124,7 @@ class SliceSource:
             raise UnsupportedError(
                 f"the norm of order {order} of {self.name!r}, which several ranks share. Allowed: 2, or clipping by value."
             )
-        return torch.tensor(self._gradients.norm_of(self.held), dtype=self.dtype)
+        return torch.tensor(self._gradients.norm_of(self.held), dtype=self.dtype, device=self.held.param.device)
 
     def read(self) -> Tensor:
         """Refuses: no rank has it.
@@ -125,10 +150,13 @@ class SliceSource:
 
 
 class SliceGradients:
-    """The gradients of one rank. The thread that computes calls it; the lane adds sums."""
+    """The gradients of one rank. The thread that computes calls it; the lane adds sums.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    ``leaving``: those that leave a device with memory of its own, whose GRAD comes before REDUCE.
+    """
+
+    def __init__(self, collectives: Collectives, leaving: HostGradients | None = None) -> None:
+        self._collectives, self._leaving = collectives, leaving
         self._held: dict[int, SliceGradient] = {}  # by the parameter's ``id``
         self._backward = _Backward(())  # the last one
         self._buffers: dict[str, Tensor] = {}  # for what is sent and received, as large as the largest part
@@ -184,9 +212,13 @@ class SliceGradients:
         blocks = [block for block in reversed(backward.trained) if block.index not in backward.submitted]
         return blocks or [backward.trained[0]]
 
-    def _take(self, block: Block) -> _Gradients:
+    def _take(self, block: Block) -> _Taken:
         """The block's gradients, which leave their parameters."""
-        taken: _Gradients = []
+        if self._leaving is not None:
+            ids = self._leaving.ids()
+            found = [self._hold(part, index) for part, index in _trained(block) if id(part.params[index]) in ids]
+            return _Taken(found, self._leaving.claim([held.param for held in found]))
+        taken = _Taken([], whole := list[Tensor]())
         for part, index in _trained(block):
             param, name = part.params[index], part.names[index]
             with torch._C.DisableTorchFunctionSubclass():
@@ -195,33 +227,39 @@ class SliceGradients:
                     continue
                 check_dense(name, grad)
                 param.grad = None
-            held = self._held.setdefault(id(param), SliceGradient(part, index))
-            held.exposed = False
-            taken.append((held, grad))
+            taken.held.append(self._hold(part, index))
+            whole.append(grad)
         return taken
+
+    def _hold(self, part: Part, index: int) -> SliceGradient:
+        held = self._held.setdefault(id(part.params[index]), SliceGradient(part, index))
+        held.exposed = False
+        return held
 
     @torch.no_grad()
     def _reduce(self, backward: _Backward, block: Block, *, some_lack: bool) -> None:
         """Sums a block's gradients, in the thread of the lane."""
-        trained, taken = _trained(block), {id(held.param): (held, grad) for held, grad in backward.taken.pop(block.index, [])}
-        present = [id(part.params[index]) in taken for part, index in trained]
+        trained, taken = _trained(block), backward.taken.pop(block.index, _Taken([], []))
+        gradients = taken.gradients()
+        present = [id(part.params[index]) in gradients for part, index in trained]
         if some_lack:
             rows = self._collectives.agree(present)
             present = [any(row[i] for row in rows) for i in range(len(present))]
         for part in block.parts:
             here = [index for (owner, index), there in zip(trained, present, strict=True) if owner is part and there]
             if here:
-                self._reduce_part(part, here, taken)
+                self._reduce_part(part, here, gradients)
+        taken.let_go()
         backward.reduced.add(block.index)
 
-    def _reduce_part(self, part: Part, indices: Sequence[int], taken: dict[int, tuple[SliceGradient, Tensor]]) -> None:
+    def _reduce_part(self, part: Part, indices: Sequence[int], gradients: _Gradients) -> None:
         whole, received = (self._buffer(name, part) for name in ("sent", "received"))
         whole.zero_()
         runs, summed = part.runs(whole), list[SliceGradient]()
         for index in indices:
             key = id(part.params[index])
-            if key in taken:
-                held, grad = taken.pop(key)
+            if key in gradients:
+                held, grad = gradients.pop(key)
                 part.shaped(index, runs[index]).copy_(grad)
                 del grad  # its memory is for the next block's
             else:
@@ -249,7 +287,7 @@ class SliceGradients:
             with torch._C.DisableTorchFunctionSubclass():
                 param = held.param
                 if param.grad is None:
-                    param.grad = HostGradient(SliceSource(held, self), stride=param.stride())
+                    param.grad = HostGradient(SliceSource(held, self), stride=param.stride(), device=param.device)
                     held.exposed = True
 
     def conceal(self) -> None:
@@ -314,6 +352,8 @@ class SliceGradients:
         """Forgets all gradients of a step that was given up."""
         self.conceal()
         self._held.clear()
+        if self._leaving is not None:
+            self._leaving.drop()
 
 
 class SliceClaim:

@@ -24,6 +24,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,9 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.options import SessionOptions
+from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.same_plan import check_same_plan
 from lightning_hetero.runtime.slice_gradients import SliceGradients
 from lightning_hetero.runtime.slice_reads import SliceReads
@@ -55,12 +58,14 @@ class Slices:
     Args:
         collectives: Those of the ranks that share the model.
         is_shared: They have the same memory for weights.
+        side: What is on the rank's device, if that has memory of its own.
         poison: Fill memory whose content does not count with NaN (tests).
     """
 
-    def __init__(self, collectives: Collectives, *, is_shared: bool, poison: bool = False) -> None:
+    def __init__(self, collectives: Collectives, side: DeviceSide | None = None, *, is_shared: bool, poison: bool = False) -> None:
         self.collectives, self.is_shared, self._poison = collectives, is_shared, poison
-        self.gradients, self.reads = SliceGradients(collectives), SliceReads(collectives)
+        self.gradients = SliceGradients(collectives, None if side is None else side.gradients)
+        self.reads = SliceReads(collectives)
 
     def gather(self, block: Block) -> Callable[[], None]:
         """GATHER: the block's memory has the newest slices of all ranks."""
@@ -183,7 +188,9 @@ def _opened(place: Place | None) -> tuple[SharedFile | None, int]:
         return None, error.errno or errno.EIO
 
 
-def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan, file: SharedFile | None) -> Slices | None:
+def slices_of(
+    options: SessionOptions, blocks: Sequence[Block], plan: Plan, file: SharedFile | None, side: DeviceSide | None
+) -> Slices | None:
     """What one of several ranks keeps; ``None`` if this process has all of the model.
 
     ``file`` is the memory that the ranks share.
@@ -202,7 +209,7 @@ def slices_of(options: SessionOptions, blocks: Sequence[Block], plan: Plan, file
                 f"rank {options.own.rank} of {options.own.ranks}: the ranks have other {name}. Build the same model on all."
             )
     check_same_plan(options.collectives, plan)
-    return Slices(options.collectives, is_shared=file is not None, poison=options.poison)
+    return Slices(options.collectives, side, is_shared=file is not None, poison=options.poison)
 
 
 def _own_range(part: Part) -> tuple[int, int]:
@@ -215,6 +222,18 @@ def _other_ranges(part: Part) -> list[tuple[int, int]]:
     """What is before and behind it."""
     begin, size = _own_range(part)
     return [(0, begin), (begin + size, (part.own.ranks - part.own.rank - 1) * size)]
+
+
+def with_same_rooms(placement: Placement, collectives: Collectives | None) -> Placement:
+    """The placement with rooms that all ranks have: free memory differs, but schedules must not."""
+    if collectives is None:
+        return placement
+    rooms = placement.cache_bytes, placement.least_cache_bytes, placement.device_cache_bytes, placement.may_defer
+    rows = collectives.agree(rooms)
+    cache, least, on_device, may_defer = (int(min(column)) for column in zip(*rows, strict=True))
+    return replace(
+        placement, cache_bytes=cache, least_cache_bytes=least, device_cache_bytes=on_device, may_defer=bool(may_defer)
+    )  # fmt: skip
 
 
 def _bytes(part: Part) -> Tensor:

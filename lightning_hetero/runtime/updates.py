@@ -191,10 +191,11 @@ class Updater:
         params = [part.params[i] for i in indices]
         keys = list(map(id, params))
         self._updated.update(keys)
-        claim, apart = None, self.device or self.slices
+        claim, apart = None, self.slices or self.device
         if apart is not None and not apart.gradients.ids().isdisjoint(keys):
             claim = apart.gradients.claim(params, keep=self.rules.keep_gradients)
         numbers: list[Hyper] = []
+        part.is_whole &= self.slices is None  # the other ranks' slices will be old
         if binding.rule is Rule.NATIVE:
             self._groups = groups = self._groups or binding.groups()
             if work.new:
@@ -278,7 +279,7 @@ class Updater:
         """The part's parameters whose update for this optimizer is due, by position."""
         if self._updated and self._updated.issuperset(map(id, part.params)):  # as nearly all are at the verdict
             return []
-        apart = self.device or self.slices
+        apart = self.slices or self.device
         away = () if apart is None else apart.gradients.ids()
         # The engine skips parameters without elements. An optimizer's own code counts their steps.
         counts_empty = binding.rule is not Rule.NATIVE
@@ -318,15 +319,15 @@ class Updater:
         self, due: DuePart, grads: list[Tensor], scale: float, priority: int, after: Sequence[Ticket], *, speculative: bool
     ) -> list[Ticket]:
         part = due.part
-        part.is_whole = self.slices is None
         self.store.refresh_master(part)
         segments, hypers = adam.request(part, zip(due.indices, due.numbers, grads, strict=True))
-        if not segments:  # other ranks have all of these parameters
-            return []
-        if part.opened is None:
-            resident = part.block.resident
-            self.store.open_update(part, resident=resident, priority=priority, after=after, speculative=speculative)
-        ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority, speculative=speculative)
+        tickets: list[Ticket] = []
+        if segments:  # else other ranks have all of these parameters
+            if part.opened is None:
+                resident = part.block.resident
+                self.store.open_update(part, resident=resident, priority=priority, after=after, speculative=speculative)
+            ticket = self.store.arm_update(part, segments, hypers, grads, scale=scale, priority=priority, speculative=speculative)
+            tickets = [ticket]
         # So autograd refuses a graph that still holds these weights: it would read new values.
         torch.autograd.graph.increment_version([part.params[i] for i in due.indices])
         if self.slices is not None:
@@ -334,7 +335,7 @@ class Updater:
         self.store.master_is_current(part)
         if self.device is not None:
             self.device.weights.outdate(part)
-        return [ticket]
+        return tickets
 
     def _update_in_python(self, due: DueUpdate, one: DuePart, grads: list[Tensor]) -> list[Ticket]:
         part, params, optimizer = one.part, [one.part.params[i] for i in one.indices], due.binding.optimizer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -48,12 +49,33 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
         )
     first = devices[0] if devices else "cpu"
     device = first if isinstance(first, torch.device) else torch.device("cpu")  # the CPU's are numbers of processes
+    check_kind(device, accelerator, name)
+    return device
+
+
+def check_kind(device: torch.device, accelerator: Accelerator | None, name: str) -> None:
+    """Refuses devices of kinds that the package does not support.
+
+    Raises:
+        UnsupportedError: Names device and strategy.
+    """
     if device.type != "cpu" and device.type not in BACKENDS:
         raise UnsupportedError(
             f"strategy {name!r} got accelerator {type(accelerator).__name__}, device {str(device)!r}; it computes on "
             f"{COMPUTES_ON}. Pass {CHOICES}."
         )
-    return device
+
+
+def process_group_of(devices: Sequence[torch.device]) -> str:
+    """The back ends of torch.distributed for ranks on these devices.
+
+    What is on hosts goes through gloo, and what is on devices through their own library. That takes
+    each device once, so ranks that share one use gloo for all.
+    """
+    kind = devices[0].type
+    if kind == "cpu" or len(set(devices)) < len(devices):
+        return "gloo"
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

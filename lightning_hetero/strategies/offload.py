@@ -40,7 +40,7 @@ from lightning_hetero.strategies.model_changes import ModelChanges, kept_scales
 from lightning_hetero.strategies.namespaces import callbacks_of, lightning_of, module_of
 from lightning_hetero.strategies.option_checks import Choices, on_lanes
 from lightning_hetero.strategies.resume import State, go_on, load_buffers, read_places
-from lightning_hetero.strategies.step_retry import StepRetry
+from lightning_hetero.strategies.step_retry import OneAttempt, Retry, StepRetry
 from lightning_hetero.strategies.training import Peers, Training
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
@@ -68,7 +68,7 @@ class OffloadRun:
         # From ``setup`` on. A model that is too large for memory keeps it after ``teardown``.
         self.session: Session | None = None
         self.training: Training | None = None  # the steps of the current fit
-        self._retry: StepRetry | None = None
+        self._retry: Retry | None = None
         self._quantized: list[quantized.Removable] = []  # of layers of bitsandbytes, from setup to teardown
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
         self.checkpoints = Checkpoints(self)
@@ -313,11 +313,13 @@ class OffloadRun:
             left = device.without(reference_bytes(self.module, apart=True), f"verify={self.choices.verify}")
             self.change(replace(self.options, device=left))
 
-    def _retries(self, session: Session) -> StepRetry | None:
-        """Repeats steps, except in a group, where the other ranks would have to repeat them."""
+    def _retries(self, session: Session) -> Retry | None:
+        """Repeats steps on a device with memory of its own."""
         executor = self.executor
-        if self._peers is not None or executor.device is None:
+        if executor.device is None:
             return None
+        if self._peers is not None:
+            return OneAttempt(executor)
         return StepRetry(session, executor, module=self.module, on_demotion=self._demoted)
 
     def _demoted(self, error: BaseException) -> Callable[[Plan], Plan]:

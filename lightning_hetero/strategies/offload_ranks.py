@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
@@ -30,10 +30,12 @@ from lightning_hetero.store.format.sets import place_of
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
+from lightning_hetero.strategies.devices import check_kind, process_group_of
 from lightning_hetero.strategies.namespaces import Lightning, callbacks_of, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.option_checks import Choices
+from lightning_hetero.strategies.precision import compute_on
 from lightning_hetero.strategies.resume import State, is_store
 from lightning_hetero.untyped import Function
 
@@ -102,14 +104,20 @@ class HeteroOffloadRanks(_Base):
         network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
         if self.run.autoplan is not None:
             self.run.autoplan.join(Decisions(dist.new_group(timeout=self._timeout), network))
-        self.run.use_device(self.root_device)
-        options, group = self.run.options, dist.new_group(timeout=self._timeout)
+        devices = list(self.parallel_devices or ())
+        devices[self.local_rank] = self.run.use_device(self.root_device)
+        self.parallel_devices = devices
+        compute_on(self.precision_plugin, self.root_device, self.run.module.trainer)
+        options, group = self.run.options, dist.new_group(timeout=self._timeout, backend="gloo")
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
         collectives, root = Collectives(group, network), self.run.choices.options.disk_path
         place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
+
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or process_group_of(self.parallel_devices or [])
 
     def _check_options(self) -> None:
         """Refuses what several ranks do not have yet.
@@ -120,11 +128,23 @@ class HeteroOffloadRanks(_Base):
         choices, number = self.run.choices, self.num_processes
         if self.num_nodes > 1:
             raise self._refusal(f"num_nodes={self.num_nodes}", "Pass num_nodes=1.")
-        if self.root_device.type != "cpu":
-            raise self._refusal(
-                f"the Trainer's device {self.root_device}",
-                f'Pass accelerator="cpu". On {number} GPUs use strategy="hetero_parallel".',
+        devices = self.parallel_devices or []
+        for device in devices:
+            check_kind(device, self.accelerator, self.strategy_name)
+        if self.root_device.type != "cpu" and len(set(devices)) < number and choices.options.device_memory is None:
+            raise ConfigError(
+                f"ranks compute on {', '.join(map(str, devices))}: several of them on one, and each would take all of its memory. "
+                f"Pass device_memory, which is what each of them may have."
             )
+        if self.root_device.type != "cpu" or choices.options.device is not None:
+            if choices.autoplan is not None:
+                raise self._refusal(
+                    f"plan={choices.autoplan.planner!r} on devices with memory of their own", 'Pass plan="host", or a Plan.'
+                )
+            if choices.options.disk_path is not None:
+                raise self._refusal(
+                    f"disk_path={str(choices.options.disk_path)!r} on devices with memory of their own", "Leave disk_path out."
+                )
         for name, value in _given(choices).items():
             if value:
                 raise self._refusal(f"{name}={value!r}", f"Leave {name} out.")
@@ -238,14 +258,16 @@ def share_buffers(run: OffloadRun) -> None:
     session = run.session
     if session is not None and session.options.collectives is not None:
         for buffer in run.module.buffers():
-            session.options.collectives.broadcast(buffer)
+            here = buffer.cpu()  # itself, if it is there
+            session.options.collectives.broadcast(here)
+            if here is not buffer:
+                buffer.copy_(here)
 
 
 def _given(choices: Choices) -> dict[str, object]:
     """Options that only one process has."""
-    options = choices.options
     return {
-        "device": options.device, "link_checkpoints": choices.link_checkpoints, "weights": choices.weights,
+        "link_checkpoints": choices.link_checkpoints, "weights": choices.weights,
         "verify": choices.verify, "exclude_frozen_parameters": choices.exclude_frozen, "chunked_head": choices.chunked_head,
     }  # fmt: skip
 

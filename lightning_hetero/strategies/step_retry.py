@@ -348,6 +348,52 @@ class StepRetry:
         self._fitted = now
 
 
+class OneAttempt:
+    """In place of :class:`StepRetry` in a group, whose other ranks would have to repeat it, too."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def step_ended(self) -> None:
+        """The optimizer's step is over."""
+
+    def evaluate(self, run: Callable[[], _T]) -> _T:
+        """Runs a batch that only reads weights."""
+        return self._named(run)
+
+    def training_step(self, run: Callable[[], STEP_OUTPUT], content: object) -> STEP_OUTPUT:
+        """Runs a batch's forward."""
+        return self._named(run)
+
+    def backward(self, run: Callable[[Tensor], Tensor], loss: Tensor) -> Tensor:
+        """Runs a batch's backward."""
+        return self._named(partial(run, loss))
+
+    @contextmanager
+    def between_hooks(self) -> Iterator[None]:
+        """Backward itself runs in the context."""
+        yield
+
+    def step_failed(self, error: BaseException) -> HeteroError:
+        """The error if memory was too small after backward."""
+        return self._final(error, "after backward")
+
+    def _named(self, run: Callable[[], _T]) -> _T:
+        try:
+            return run()
+        except OUT_OF_MEMORY as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._final(error, self._executor.where) from error
+
+    def _final(self, error: BaseException, where: str) -> HeteroError:
+        why = "and it does not begin again where several processes train together (go on from the last checkpoint, on all of them)"
+        return _final(error, f"{where}, {why}")
+
+
+Retry = StepRetry | OneAttempt
+
+
 def _bare(error: BaseException) -> BaseException:
     """The error without its frames, which hold tensors."""
     seen: BaseException | None = error

@@ -22,7 +22,7 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.session import Session
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.strategies.precision import Method, PrecisionHooks
-from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, StepRetry
+from lightning_hetero.strategies.step_retry import OUT_OF_MEMORY, Retry
 from lightning_hetero.strategies.training_state import TrainingState
 from lightning_hetero.strategies.update_rules import step_rules
 from lightning_hetero.strategies.verification import Verifier
@@ -88,7 +88,7 @@ class Training:
         autoplan: Autoplan | None,
         state: TrainingState | None,
         verifier: Verifier | None,
-        retry: StepRetry | None,
+        retry: Retry | None,
         peers: Peers | None,
         is_trial: Callable[[], bool],
         make_links: Callable[[], None],
@@ -219,7 +219,7 @@ class Training:
                 with self._waiting():
                     self._peers.gradients_computed()
 
-    def _before_zero_grad(self, plain: Callable[[Optimizer], None], retry: StepRetry, optimizer: Optimizer) -> None:
+    def _before_zero_grad(self, plain: Callable[[Optimizer], None], retry: Retry, optimizer: Optimizer) -> None:
         """Runs the hooks ``on_before_zero_grad``, also in a batch without the optimizer's step."""
         try:
             plain(optimizer)

@@ -4,6 +4,7 @@ threads over CPU tensors.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def standing_in(fake: FakeCuda, usable_bytes: int) -> Any:
     """
 
     def of(device: torch.device, budget_bytes: int | None) -> StreamDevice:
-        assert device == torch.device(fake.kind, 0)
+        assert device == torch.device(fake.kind, int(os.environ.get("LOCAL_RANK", "0")))
         size = usable_bytes if budget_bytes is None else min(usable_bytes, budget_bytes)
         return StreamDevice(device=torch.device("cpu"), usable_bytes=size, backend=fake)
 

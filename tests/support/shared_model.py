@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.lanes import EngineOp
+from lightning_hetero.lanes import EmulatedDevice, EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.store.live.shared_memory import SharedArena
@@ -42,6 +42,8 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning tells its children the second
+ACCELERATOR: Any = "cpu"
+DEVICE: EmulatedDevice | None = None  # that of this rank, if it has memory of its own
 BATCH, STEPS = 2, 4
 DATA = torch.randint(0, 13, (BATCH * STEPS * WORLD, 7), generator=torch.Generator().manual_seed(3))
 
@@ -142,10 +144,10 @@ class Looks(pl.Callback):
 
 def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
     """A Trainer on as many devices as there are ranks."""
-    strategy = strategy or HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1)
+    strategy = strategy or HeteroOffloadStrategy("host", device=DEVICE, block_cls="Layer", update_threads=1)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=WORLD,
         strategy=strategy,
         default_root_dir=out,
@@ -406,11 +408,11 @@ def goes_apart(out: Path) -> None:
     raise AssertionError("nothing failed")
 
 
-def run_scenarios(known: Mapping[str, Any]) -> None:
+def run_scenarios(known: Mapping[str, Any], *, poison: bool = WORLD == 3) -> None:
     """Runs the scenarios of the command line, ``name`` or ``name:number:...``."""
     warnings.filterwarnings("error", r"`torch\.distributed\.all_gather", FutureWarning)
     torch.set_num_threads(1)
-    os.environ["LIGHTNING_HETERO_POISON"] = str(int(WORLD == 3))
+    os.environ["LIGHTNING_HETERO_POISON"] = str(int(poison))
     for word in sys.argv[2:]:
         name, *numbers = word.split(":")
         known[name](Path(sys.argv[1]), *map(int, numbers))

@@ -147,6 +147,15 @@ class DeviceWeights:
                 part.dirty |= block.weights_on_disk
         return []
 
+    def keep_own(self, block: Block) -> None:
+        """Code has changed the weights: copies the slices that this rank owns to the host."""
+        for part in block.parts:
+            if (copy := self._newer(part)) is not None:
+                first = part.own.rank * part.slice_elements
+                own = slice(first, first + part.slice_elements)
+                self._lanes.copy(part.run[own], copy.flat[own])
+                part.master_versions = -1  # no version counter has seen this write
+
     def lend(self, part: Part) -> bool:
         """Copies the part to host memory if the device's weights are newer; returns whether."""
         if (copy := self._newer(part)) is None:

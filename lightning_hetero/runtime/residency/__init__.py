@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
 from lightning_hetero._native import READY, Ticket
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.handles.offloaded_parameter import ParameterState, offload, restore
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lanes import Event
@@ -130,6 +131,10 @@ class Residency(ABC):
     @abstractmethod
     def at_hand(self, block: Block) -> AbstractContextManager[None]:
         """An optimizer's own code may update the block in the context."""
+
+    def changes(self, blocks: Sequence[Block]) -> AbstractContextManager[None]:
+        """Code may change weights of these blocks in the context, outside their own use."""
+        return nullcontext()
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now, all at once; ``force`` exceeds the budget."""
@@ -277,6 +282,15 @@ class Parameters:
         """Makes parameters that live in memory ordinary tensors again."""
         if not self.owner.is_released(part.block):
             restore(part.params)
+
+
+def changed_while_shared(block: Block) -> UnsupportedError:
+    """The error for a block whose weights code has changed where several ranks have them."""
+    part = block.parts[0]
+    return UnsupportedError(
+        f"code has changed weights of block {block.name!r}, such as {part.names[0]!r}, which {part.own.ranks} ranks have in "
+        f"the same memory. Change them between batches, within `with strategy.materialize(...)`, which all ranks enter."
+    )
 
 
 def _renorms(module: nn.Module) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import DeviceMemoryError
 from lightning_hetero.ir.plan import Tier, UpdateLane
-from lightning_hetero.ir.schedule import OpKind, Schedule
+from lightning_hetero.ir.schedule import NO_BLOCK, OpKind, Schedule
 from lightning_hetero.lanes import Event
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.activations.autocast import WeightCasts
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
-from lightning_hetero.runtime.residency import Residency
+from lightning_hetero.runtime.residency import Residency, changed_while_shared
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moved_weights import bring_back_all
@@ -24,8 +25,10 @@ class DeviceResidency(Residency):
     """See :class:`~lightning_hetero.runtime.residency.Residency`."""
 
     def __init__(self, context: RunContext, side: DeviceSide) -> None:
-        lanes = context.run.lanes
+        lanes, self._slices = context.run.lanes, context.run.slices
         super().__init__(context, WeightCasts(lanes.device_type, side.weights.reference))
+        if self._slices is not None:
+            self._slices.reads.attach(context.run.store, self._blocks, self.settle)
         self._lanes, self._side, self.copies = lanes, side, side.weights
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
@@ -44,7 +47,8 @@ class DeviceResidency(Residency):
         So code that writes them then, even as ``param.data``, also writes the host's copy, from
         which the next update starts.
         """
-        return self.is_away(block) or (not self._in_batch and self._comes_from_below(block))
+        below = not self._in_batch and self._comes_from_below(block)
+        return self.is_away(block) or below or not all(part.is_whole for part in block.parts)
 
     def _comes_from_below(self, block: Block) -> bool:
         return self.is_away(block) or (self._is_trained(block) and block.plan.update is UpdateLane.CPU)
@@ -58,8 +62,11 @@ class DeviceResidency(Residency):
         return self._comes_from_below(block) and not by_swap
 
     def is_on_host(self, block: Block) -> bool:
-        """Weights that live on the device and that it updates have no host memory."""
-        return block.index not in self._inside or self._comes_from_below(block)
+        """Weights that live on the device and that it updates have no host memory.
+
+        Ranks of one host have it together, and one may be reading it.
+        """
+        return block.index not in self._inside or self._comes_from_below(block) or self._slices is not None
 
     # ---- a batch ---------------------------------------------------------------------------------
 
@@ -75,7 +82,10 @@ class DeviceResidency(Residency):
             resident = frozenset(b.index for b in self.weights.held())
             current = [b for b in self._blocks if copies.holds(b) and not copies.is_outdated(b)]
             device = frozenset(b.index for b in current if self._comes_from_below(b))
-        return resident, DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
+        room = DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
+        if (slices := self._slices) is not None:
+            room = replace(room, ranks=slices.collectives.ranks, gathers_in_place=slices.is_shared)
+        return resident, room
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Handles become ordinary parameters as their block is used."""
@@ -139,11 +149,29 @@ class DeviceResidency(Residency):
         if block.plan.update is UpdateLane.DEVICE and self._side.weights.is_outdated(block):
             self.provide(block)
 
+    @contextmanager
+    def changes(self, blocks: Sequence[Block]) -> Iterator[None]:
+        """Code may change weights; of ranks that share them, each rank's own slice counts then."""
+        yield
+        if (slices := self._slices) is None:
+            return
+        copies = self._side.weights
+        changed = [block for block in blocks if copies.changed(block)]
+        self._lanes.drain()
+        for block in changed:
+            copies.keep_own(block)
+        (any_changed,) = slices.collectives.meet("MATERIALIZE", NO_BLOCK, bool(changed))
+        for part in [part for block in blocks for part in block.parts] if any_changed else ():
+            part.is_whole = False
+            copies.outdate(part)
+
     def _gather(self, block: Block) -> None:
         """Brings weights that user code has changed on the device to where updates read them."""
         copies = self._side.weights
         if not copies.changed(block):
             return
+        if self._slices is not None:
+            raise changed_while_shared(block)
         if self._is_written_back(block) or (self.is_away(block) and copies.is_user_written(block)):
             self._lanes.drain()
             self._bring_to_host(block)
@@ -174,21 +202,26 @@ class DeviceResidency(Residency):
                 copies.free(max(held, key=lambda b: (b.index - block.index) % len(self._blocks)))
 
     def _bring_to_host(self, block: Block) -> None:
+        """Brings the newest weights to the host; where several ranks have them, all do so."""
         self.weights.bring(block)
         for part in block.parts:
             self._await_write(part)
+        if self._slices is not None and not all(part.is_whole for part in block.parts):
+            self._slices.gather(block)()
 
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now."""
         self._lanes.drain()
         super().bring(*blocks, force=force)
+        for block in blocks if self._slices is not None else ():
+            self._bring_to_host(block)
 
     def settle(self, part: Part) -> None:
         """Waits until the part's weights are final; parameters on the device become ordinary."""
         self._lanes.drain()
         super().settle(part)
         copies, block = self._side.weights, part.block
-        if not self.is_away(block) and copies.holds(block):
+        if not self.is_away(block) and copies.holds(block) and all(one.is_whole for one in block.parts):
             if copies.is_outdated(block):
                 copies.upload(block)
             copies.bind(block)
@@ -215,7 +248,7 @@ class DeviceResidency(Residency):
                 if block.weights_on_disk:
                     self.weights.buffer(block)
             else:
-                self._side.weights.bind_resident(block, host_copy=self._comes_from_below(block))
+                self._side.weights.bind_resident(block, host_copy=self.is_on_host(block))
             if self.is_released(block):
                 self.parameters.hide(block)
             for part in block.parts:

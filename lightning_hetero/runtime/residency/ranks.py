@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
-from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
+from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.lowering import DeviceRoom
 from lightning_hetero.runtime.context import RunContext
+from lightning_hetero.runtime.residency import changed_while_shared
 from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.store.live.blocks import Block, Part
@@ -139,6 +140,10 @@ class RanksResidency(HostResidency):
         if not block.uses and self.is_released(block):
             self.parameters.hide(block)
 
+    def changes(self, blocks: Sequence[Block]) -> AbstractContextManager[None]:
+        """Code changes weights that this rank alone sees meanwhile."""
+        return self._slices.apart(blocks)
+
     def before_update(self, block: Block) -> None:
         """The rank's slice will change.
 
@@ -151,10 +156,7 @@ class RanksResidency(HostResidency):
 def _refuse_changes(block: Block) -> None:
     for part in block.parts:
         if isinstance(part.arena, SharedArena) and part.arena.is_shared and (part.moved or part.versions != versions(part)):
-            raise UnsupportedError(
-                f"code has changed weights of block {block.name!r}, such as {part.names[0]!r}, which {part.own.ranks} ranks have "
-                f"in the same memory. Change them between batches, within `with strategy.materialize(...)`, which all ranks enter."
-            )
+            raise changed_while_shared(block)
 
 
 def _is_whole(block: Block) -> bool:

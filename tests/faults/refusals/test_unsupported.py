@@ -20,14 +20,15 @@ from lightning_hetero.errors import (
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 
+DEVICE = EmulatedDevice(memory="1GiB")
+
 
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
-        ({"disk_path": "store"}, {}, ["disk_path=", "Leave disk_path out"]),
+        ({"device": DEVICE, "disk_path": "store"}, {}, ["disk_path=", "devices with memory of their own"]),
+        ({"device": DEVICE, "plan": "auto"}, {}, ["plan='holistic'", 'plan="host"']),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
-        ({"device": EmulatedDevice(memory="1GiB")}, {}, ["device=EmulatedDevice", "Leave device out"]),
-        ({}, {"precision": "64-true"}, ["precision='64-true'", "'bf16-mixed'"]),
         ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
         ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),

@@ -1,0 +1,73 @@
+"""``hetero_offload`` on several devices with memory of their own, which hold one model together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support import ranks
+from support.cuda import StandIn
+
+from lightning_hetero.errors import ConfigError
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies.devices import process_group_of
+
+SCRIPT = Path(ranks.__file__).with_name("shared_devices.py")
+
+
+def test_two_ranks_train_as_one_process_and_save_ordinary_checkpoints(tmp_path: Path) -> None:
+    scenarios = (
+        "trains_as_in_one_process",
+        "is_made_in_slices",
+        "takes_weights_that_code_changes",
+        "saves_checkpoints",
+        "goes_on_from_a_checkpoint",
+    )
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
+def test_three_ranks_train_as_one_process_also_where_devices_have_streams(tmp_path: Path) -> None:
+    at_random = "trains_as_in_one_process_at_random"
+    outputs = ranks.start(SCRIPT, tmp_path, f"{at_random}:0:4", "streams", f"{at_random}:4:4", cwd=tmp_path, world=3)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
+
+
+def test_all_ranks_end_where_the_memory_of_one_is_too_small(tmp_path: Path) -> None:
+    first, last = ranks.start(SCRIPT, tmp_path, "ends_where_memory_is_too_small", cwd=tmp_path, world=2)
+    assert "BatchMemoryError the device's memory is too small for this batch in forward, at block 'layers." in last
+    assert "it does not begin again where several processes train together" in last
+    assert "HeteroError" in first
+    assert "has failed" in first
+
+
+def test_a_block_that_changes_its_weights_is_named(tmp_path: Path) -> None:
+    for output in ranks.start(SCRIPT, tmp_path, "ends_where_code_changes_weights", cwd=tmp_path, world=2):
+        assert "UnsupportedError code has changed weights of block 'layers.1'" in output
+
+
+class SharedGpu(StandIn):
+    """One GPU, and as many ranks on it as the Trainer has devices."""
+
+    @classmethod
+    def get_parallel_devices(cls, devices: int) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * devices
+
+
+def test_ranks_that_share_a_device_are_told_how_much_memory_each_has(tmp_path: Path) -> None:
+    def trainer(**options: Any) -> pl.Trainer:
+        strategy = HeteroOffloadStrategy("host", **options)
+        return pl.Trainer(accelerator=SharedGpu(), devices=2, strategy=strategy, default_root_dir=tmp_path)
+
+    with pytest.raises(ConfigError, match=r"cuda:0, cuda:0: several of them on one.* Pass device_memory"):
+        trainer()
+    trainer(device_memory="1GiB")
+
+
+def test_devices_of_their_own_talk_through_their_own_library() -> None:
+    devices = [torch.device("cuda", index) for index in range(2)]
+    assert process_group_of(devices) == "cpu:gloo,cuda:nccl"
+    assert process_group_of(devices[:1] * 2) == process_group_of([torch.device("cpu")] * 2) == "gloo"

@@ -1,0 +1,180 @@
+"""One rank of a test of ``hetero_offload`` on several devices that have memory of their own: a
+script; see ``tests/integration/test_shared_devices.py``, and ``shared_model`` for the reference.
+
+Devices are emulated, or with the word ``streams`` they stand in for GPUs: their ops are late at
+random, and memory that is free or not filled yet holds NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
+from lightning_hetero.lanes import EmulatedDevice
+from lightning_hetero.lanes.stream_device import StreamDevice
+from lightning_hetero.runtime.activations import block as activations
+from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
+from support import shared_model
+from support.cuda import StandIn, standing_in
+from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
+from support.streams import FakeCuda
+
+KEPT, SWAPPED, REPEATED = Saved.KEEP, Saved.SWAP_HOST, Saved.RECOMPUTE
+MIXED = Plan(
+    name="mixed",
+    blocks=(
+        BlockPlan(name="layers.0", weights=Tier.DEVICE),
+        BlockPlan(name="layers.1", saved=SWAPPED),
+        BlockPlan(name="layers.2", saved=REPEATED),
+        BlockPlan(name="*"),
+    ),
+)
+
+
+def on_device(plan: Any = "host", **options: Any) -> HeteroOffloadStrategy:
+    """The strategy on this rank's device."""
+    return HeteroOffloadStrategy(plan, **{"device": shared_model.DEVICE, "block_cls": "Layer", "update_threads": 1} | options)
+
+
+def trains_as_in_one_process(out: Path) -> None:
+    """Every kind of batch and model trains as the reference does."""
+    for plan in ("host", MIXED):
+        for kind, accumulate, clip in [
+            ("", 1, None), ("", 2, 0.3), ("frozen", 1, None), ("tied", 1, 0.3), ("rare", 2, None), ("skips", 1, None),
+            ("skips", 1, 0.3),
+        ]:  # fmt: skip
+            shared = model(kind, seed=5 + RANK)  # the first rank's weights count
+            flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+            trainer(out, on_device(plan), **flags).fit(shared, batches())
+            same(shared, reference(kind, accumulate, clip))
+
+
+def trains_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
+    """So does any model under any of the plans and options that several ranks have."""
+    for seed in range(first, first + number):
+        draw = random.Random(seed)
+        kind = " ".join(word for word in ("frozen", "tied", "rare", "skips") if draw.random() < 0.4)
+        accumulate, mixed = draw.choice([1, 1, 2]), draw.random() < 0.3
+        clip = None if mixed else draw.choice([None, 0.01, 0.3])  # Lightning refuses both with fused optimizers
+        rows = [
+            BlockPlan(
+                name=f"layers.{i}",
+                weights=draw.choice([Tier.HOST, Tier.HOST, Tier.DEVICE]),
+                saved=draw.choice(list(Saved)),
+                state=draw.choice([Tier.HOST, Tier.HOST, Tier.DISK]),
+            )
+            for i in range(4)
+        ]
+        plan = Plan(
+            name=f"random-{seed}", prefetch_depth=draw.choice([1, 2, 5]), gradient_depth=draw.choice([1, 2, 4]),
+            priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 64 << 10]),
+            blocks=(*rows, BlockPlan(name="*")),
+        )  # fmt: skip
+        flags = {
+            "accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": draw.choice([1, 2, 4]),
+            "precision": "bf16-mixed" if mixed else "32-true",
+        }  # fmt: skip
+        shared = model(kind, seed=5 + RANK)
+        trainer(out, on_device(plan), **flags).fit(shared, batches(), *[batches()] * draw.choice([0, 1]))
+        try:
+            same(shared, reference(kind, accumulate, clip, mixed=mixed))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: {kind!r}, {flags}, {plan}")
+            raise
+
+
+def is_made_in_slices(out: Path) -> None:
+    """A model on the meta device gets weights block by block: those of the first rank's seed."""
+    with torch.device("meta"):
+        shared = shared_model.Model("frozen")
+    torch.manual_seed(5 + RANK)
+    trainer(out, on_device(MIXED)).fit(shared, batches())
+    same(shared, reference("frozen"))
+
+
+@torch.no_grad()
+def _halve(up: Any, _: Any) -> None:
+    up.weight.mul_(0.5)
+
+
+class Halves(pl.Callback):
+    """Code of the user changes weights between two batches, and in a forward."""
+
+    def __init__(self, *, within: bool = False) -> None:
+        self.within = within
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+        if rest[-1] == 1 and self.within:
+            module.layers[1].up.register_forward_pre_hook(_halve)
+        elif rest[-1] == 1:
+            with trainer.strategy.materialize([module.embed.weight, *module.layers[1].parameters()]), torch.no_grad():
+                for param in (module.embed.weight, module.layers[1].up.weight):
+                    param.mul_(0.5)
+
+
+def takes_weights_that_code_changes(out: Path) -> None:
+    """All ranks enter ``materialize``: the same happens as on ranks whose devices are the CPU."""
+    trained = []
+    for device in (shared_model.DEVICE, None):
+        trained.append(model())
+        strategy = HeteroOffloadStrategy(MIXED if device else "host", device=device, block_cls="Layer")
+        trainer(out, strategy, callbacks=[Halves()]).fit(trained[-1], batches())
+    same(*trained)
+    with pytest.raises(UnsupportedError, match=r"has weights='disk' for block 'layers\.0', which 2 ranks share on devices"):
+        trainer(out, on_device("disk")).fit(model(), batches())
+
+
+def ends_where_memory_is_too_small(out: Path) -> None:
+    """The last rank's device has too little memory for a batch. It says so and ends, and so do the
+    others.
+    """
+    if RANK == WORLD - 1:
+        shared_model.DEVICE = EmulatedDevice("120KiB")
+    _fails(trainer(out, on_device()), DataLoader(shared_model.DATA, 8))
+
+
+def ends_where_code_changes_weights(out: Path) -> None:
+    """A block's own code changes weights in forward, which the ranks have in the same memory."""
+    _fails(trainer(out, on_device(), callbacks=[Halves(within=True)]), batches())
+
+
+def _fails(run: pl.Trainer, data: Any) -> None:
+    try:
+        run.fit(model(), data)
+    except HeteroError as error:
+        print(type(error).__name__, error, flush=True)
+        os._exit(0)
+    raise AssertionError("nothing failed")
+
+
+def streams(_: Path) -> None:
+    """From here on devices are GPUs with streams, as far as the lanes use them."""
+    shared_model.ACCELERATOR, shared_model.DEVICE = StandIn(), None
+    if not dist.is_initialized():  # Lightning would name the device, which torch does not find
+        dist.init_process_group("gloo")
+    StreamDevice.of = standing_in(FakeCuda(seed=RANK), 4 << 20)  # type: ignore[method-assign]
+    offload_ranks.process_group_of = lambda devices: "gloo"
+    backward = torch.autograd._engine_run_backward
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as engine:
+            return engine.submit(backward, *args, **kwargs).result()
+
+    torch.autograd._engine_run_backward = elsewhere
+
+
+if __name__ == "__main__":
+    activations.SMALL_BYTES = 64  # what a small model saves leaves the device, too
+    shared_model.DEVICE = EmulatedDevice("1MiB", seed=RANK)
+    run_scenarios({**vars(shared_model), **globals()}, poison=True)
