@@ -50,14 +50,17 @@ class ModelWeights:
             [Note: Adapters]. If false, a warning names both kinds, and missing tensors are
             initialized. Frozen weights of a model with adapters never are, because training cannot
             correct them, unless a copy in ``modules_to_save`` trains in their place.
+        reads: Whether to read more than headers. If not, :meth:`fill` leaves its target to another
+            process, which reads the same files.
 
     Raises:
         ConfigError: The files are damaged or do not fit the model. Names missing and unexpected
             tensors, other shapes, other dtypes.
     """
 
-    def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True) -> None:
+    def __init__(self, root: nn.Module, weights: Weights, *, strict: bool = True, reads: bool = True) -> None:
         self._stored: dict[str, StoredTensor] = {}
+        self._reads = reads
         targets = _targets(root)
         self._adapters = adapter_names(root)
         given = weights if isinstance(weights, Mapping) else {None: weights}
@@ -84,8 +87,9 @@ class ModelWeights:
             name: Its name inside the model.
             memory: The target.
         """
-        with torch.no_grad():
-            self._stored[name].read_into(memory)
+        if self._reads:
+            with torch.no_grad():
+                self._stored[name].read_into(memory)
 
     def place(self, name: str) -> TensorPlace | None:
         """Where a parameter or buffer is; ``None`` if it is not in a local safetensors file."""
@@ -115,7 +119,8 @@ class ModelWeights:
                 continue
             for other in stored:
                 _check(other, mine[names[0]], where)
-            _check_equal(stored, where)
+            if self._reads:
+                _check_equal(stored, where)
             self._stored |= {begin + name: stored[0] for name in names}
         missing = [name for name in missing if mine[name].is_meta and begin + name not in self._adapters]
         unexpected = sorted(set(files.tensors).difference(in_files.values()))

@@ -42,7 +42,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.network import EmulatedNetwork
 
-_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE")
+_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE", "READ")
 _FLAGS = 3
 _AHEAD = 8  # ops for which ranks meet at once, at most
 _PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
@@ -197,10 +197,10 @@ class Collectives:
                 total += other
             own[piece].copy_(total.div_(divisor))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Gives all ranks the first rank's values."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Gives all ranks one rank's values: the first one's by default."""
         with self._naming("BROADCAST", tensor):
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Sends a flat tensor to another rank, which receives it; nothing if it is empty."""

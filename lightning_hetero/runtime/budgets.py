@@ -47,10 +47,12 @@ class Budgets:
         if alignment_bytes is None:
             alignment_bytes = ALIGNMENT_BYTES if options.device is None else memory.ALIGNMENT_BYTES
         self.alignment_bytes = alignment_bytes
-        self.file = None if options.collectives is None else shared_file(options.collectives)
+        ranks = options.collectives
+        self.file = None if ranks is None else shared_file(ranks)
         self._setup = ModelSetup(
-            root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own, file=self.file
-        )
+            root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own, file=self.file,
+            share=None if ranks is None else ranks.broadcast,
+        )  # fmt: skip
         self.blocks = self._setup.blocks
         self._meet()
         self._scale_bytes = quantized.scale_bytes(root) + quantizing.coming_scale_bytes(root)

@@ -58,10 +58,19 @@ class _Nothing(dict[str, Tensor]):
 
 
 class Initializer:
-    """Sets parameters and buffers of a model that are on the meta device; files come first."""
+    """Sets parameters and buffers of a model that are on the meta device; files come first.
 
-    def __init__(self, root: nn.Module, content: Content | None = None) -> None:
-        self._root = root
+    Args:
+        root: The model.
+        content: Weights in files.
+        share: Gives what was read to the other ranks that share the model. Those that share a block
+            do so when all of it is set.
+    """
+
+    def __init__(
+        self, root: nn.Module, content: Content | None = None, share: Callable[[Tensor], object] | None = None
+    ) -> None:  # fmt: skip
+        self._root, self._share = root, share
         self._content: Content = _Nothing() if content is None else content
         self._setters = _setters(root)
         self._refused, adapters = adapter_setters(root)
@@ -178,6 +187,8 @@ class Initializer:
         """Reads a parameter or a buffer from its file."""
         content = own_memory(tensor.numel(), tensor.dtype).view(tensor.shape)
         self._content.fill(name, content)
+        if self._share is not None:
+            self._share(content)
         with torch.no_grad():
             tensor.copy_(content)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, materialize, restore
@@ -42,6 +42,7 @@ class ModelSetup:
         alignment_bytes: Each parameter starts at a multiple of it in its part.
         own: The slice of each part that this process has.
         file: The memory of the ranks of this host; ``None``: this process has memory of its own.
+        share: See :class:`Initializer`.
 
     Raises:
         ConfigError: Something on the meta device cannot be set.
@@ -57,11 +58,12 @@ class ModelSetup:
         alignment_bytes: int,
         own: Slice = WHOLE,
         file: SharedFile | None = None,
+        share: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._root, self._built, self._file = root, built, file
         if built is not None:
             _take_given(root, content, built)
-        self._initializer = Initializer(root, content)
+        self._initializer = Initializer(root, content, share)
         self._initializer.check()
         specs = partition(root, block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
@@ -113,7 +115,7 @@ class ModelSetup:
         for block in self.blocks:
             first = block.name in self._unset and self._initializer.reads_first(block.rest or block, self._made_on_meta)
             for part in block.parts:
-                if part.slots > 1:
+                if part.slots > 1 or part.own.ranks > 1:  # ranks own slices
                     continue
                 if block.name not in self._unset:
                     part.copied = "they were in memory when training began"
@@ -179,8 +181,9 @@ class ModelSetup:
                 executor.residency.bring(block, force=True)  # all of it, where ranks have slices
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]
-            for name, param in later:
-                self._initializer.fill(name, param)
+            with store.all_writing():
+                for name, param in later:
+                    self._initializer.fill(name, param)
             self._initializer.read_buffers()
         self._unset = set()
 

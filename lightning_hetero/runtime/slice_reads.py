@@ -4,7 +4,8 @@
 Which tensors a checkpoint has, and in which order they are written, only the code knows that writes
 it, on the first rank. So that rank asks for one tensor at a time, and the others send their pieces
 of it until it has ended. A tensor is whole on the first rank alone, and nothing else has to be in
-memory: each piece arrives where it belongs in the tensor.
+memory: each piece arrives where it belongs in the tensor. Code that runs on all ranks can read
+together: then each of them has the whole tensor.
 
 [Note: Held pieces]
 State that the engine does not have is held here: that of optimizers that run by their own code, and
@@ -32,6 +33,9 @@ from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
+
+_Key = tuple[int, int, int]
+_Way = Callable[[_Key, Sequence[tuple[int, int]], torch.dtype], Tensor]
 
 _READ, _ENDED, _FAILED = range(3)
 _HELD = -2  # in the place of an array of a part
@@ -99,7 +103,7 @@ class SliceReads:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._answered = False  # the other ranks answer
+        self._way: _Way | None = None  # how whole tensors are read now
         self._held: list[Held] = []
         self._place: _Place | None = None
 
@@ -153,39 +157,52 @@ class SliceReads:
             self._answer()
             yield
             return
-        self._answered = True
-        if self._place is not None:
-            self._place.store.read_spread = self._read_part
         try:
-            yield
+            with self._reading(self._ask):
+                yield
         except BaseException:
             with suppress(HeteroError):  # the first error says why
                 self._tell(_FAILED)
             raise
-        finally:
-            self._answered = False
-            if self._place is not None:
-                self._place.store.read_spread = None
         self._tell(_ENDED)
+
+    @contextmanager
+    def by_all(self) -> Iterator[None]:
+        """In the context all ranks can read all handles, the same ones in the same order."""
+        with self._reading(self._join):
+            yield
+
+    @contextmanager
+    def _reading(self, way: _Way) -> Iterator[None]:
+        before, self._way = self._way, way
+        if self._place is not None:
+            self._place.store.read_spread = self._read_part
+        try:
+            yield
+        finally:
+            self._way = before
+            if self._place is not None and before is None:
+                self._place.store.read_spread = None
 
     def read(self, held: Held) -> Tensor:
         """A whole tensor.
 
         Raises:
-            OffloadedAccessError: No checkpoint is being saved.
+            OffloadedAccessError: The other ranks do not read it.
         """
-        if not self._answered:
+        if self._way is None:
             raise OffloadedAccessError(
                 f"{held.name!r} is spread over {self._collectives.ranks} ranks. It can be saved: all ranks call "
-                f"trainer.save_checkpoint(path)."
+                f"trainer.save_checkpoint(path). It can be read within `with strategy.materialize(module)`, on all ranks."
             )
-        return self._read((held.number, _HELD, 0), held.spans, held.dtype).as_strided(held.shape, held.stride)
+        return self._way((held.number, _HELD, 0), held.spans, held.dtype).as_strided(held.shape, held.stride)
 
     def _read_part(self, part: Part, array: int, index: int) -> Tensor:
         """What ``TierStore.read_spread`` reads."""
         assert self._place is not None, "it is set during a fit"
+        assert self._way is not None, "it is set while something can be read"
         dtype = part.dtype if array == WEIGHTS else torch.float32
-        return self._read((self._place.parts.index(part), array, index), part.spans(index), dtype)
+        return self._way((self._place.parts.index(part), array, index), part.spans(index), dtype)
 
     def _own(self, number: int, array: int, index: int) -> Tensor:
         """What this rank has of a tensor, flat."""
@@ -199,7 +216,25 @@ class SliceReads:
                 return part.own_weights(index)
         return self._place.store.read_piece(part, array, index)
 
-    def _read(self, key: tuple[int, int, int], spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    def _join(self, key: _Key, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+        """As :meth:`_ask`, on all ranks together.
+
+        Raises:
+            HeteroError: Another rank reads something else.
+        """
+        self._collectives.meet("READ", NO_BLOCK)
+        if len(set(map(tuple, self._collectives.agree(key)))) > 1:
+            raise HeteroError("the ranks read other tensors. Within strategy.materialize() all read the same in the same order.")
+        flat = own_memory(sum(length for _, length in spans), dtype)
+        for rank, (first, length) in enumerate(spans):
+            if length:
+                piece = flat[first : first + length]
+                if rank == self._collectives.rank:
+                    piece.copy_(self._own(*key))
+                self._collectives.broadcast(piece, rank)
+        return flat
+
+    def _ask(self, key: _Key, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
         """A tensor, flat; ``spans``: the first element that each rank has, and how many."""
         self._tell(_READ, *key)
         flat = own_memory(sum(length for _, length in spans), dtype)

@@ -295,7 +295,9 @@ class OffloadRun:
     def _content(self) -> ModelWeights | None:
         """The files that the model's first setup reads. Later setups keep the trained weights."""
         module, weights = self.module, self.choices.weights
-        return ModelWeights(module, weights, strict=module.strict_loading) if weights is not None and self._reads_files else None
+        if weights is None or not self._reads_files:
+            return None
+        return ModelWeights(module, weights, strict=module.strict_loading, reads=self.options.own.rank == 0)
 
     @property
     def _reads_files(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
@@ -25,9 +26,9 @@ from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
 from lightning_hetero.lanes.network import network_of_environment
 from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.runtime.quantized import is_to_quantize
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.format.sets import place_of
-from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import check_kind, process_group_of
@@ -177,7 +178,7 @@ class HeteroOffloadRanks(_Base):
         """Places this rank's slices of the first rank's weights."""
         self._kept = None
         if why := _unshared(self.run.module):
-            raise self._refusal(why, "Allowed: weights of torch.float64, float32, float16 and bfloat16.")
+            raise self._refusal(why, "Allowed: ordinary parameters of torch.float64, float32, float16 and bfloat16.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
@@ -207,6 +208,17 @@ class HeteroOffloadRanks(_Base):
         slices = None if session is None else session.running.slices
         return self._kept if slices is None else slices.reads  # after the fit, or before the ranks are connected
 
+    @contextmanager
+    def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
+        """Access to weights outside their block's forward; all ranks enter the context.
+
+        In it all ranks can read other weights and optimizer state, too, the same ones in the same
+        order: each is whole while code holds it.
+        """
+        reads = self._reads()
+        with Offloading.materialize(self, params), nullcontext() if reads is None else reads.by_all():
+            yield
+
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
         """Loads a checkpoint file, or the stores of the ranks; each takes its slices of it.
 
@@ -223,17 +235,8 @@ class HeteroOffloadRanks(_Base):
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
         """Gives the model a checkpoint's weights; all ranks call it with the same ones."""
         store = None if self.session is None else self.session.store
-        with nullcontext() if store is None else _all_writing(store):
+        with nullcontext() if store is None else store.all_writing():
             Offloading.load_model_state_dict(self, checkpoint, strict)
-
-
-@contextmanager
-def _all_writing(store: TierStore) -> Iterator[None]:
-    store.all_write = True
-    try:
-        yield
-    finally:
-        store.all_write = False
 
 
 def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
@@ -267,16 +270,17 @@ def share_buffers(run: OffloadRun) -> None:
 def _given(choices: Choices) -> dict[str, object]:
     """Options that only one process has."""
     return {
-        "link_checkpoints": choices.link_checkpoints, "weights": choices.weights,
-        "verify": choices.verify, "exclude_frozen_parameters": choices.exclude_frozen, "chunked_head": choices.chunked_head,
+        "link_checkpoints": choices.link_checkpoints, "verify": choices.verify,
     }  # fmt: skip
 
 
 def _unshared(module: nn.Module) -> str:
     """Why ranks cannot share the module's weights; empty if they can."""
     for name, param in module.named_parameters():
-        if param.dtype not in _DTYPES:
-            return f"parameter {name!r} of {param.dtype}"
+        if isinstance(param, DTensor):
+            return f"parameter {name!r}, a DTensor that other ranks have parts of already,"
+        if param.dtype not in _DTYPES or is_to_quantize(param):
+            return f"parameter {name!r} of {type(param).__name__} with {param.dtype}"
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             return f"{name!r}, whose forward changes its weights for max_norm={part.max_norm},"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support import ranks
 
 SCRIPT = Path(ranks.__file__).with_name("shared_options.py")
+ADAPTERS = Path(ranks.__file__).with_name("shared_adapters.py")
 
 
 def test_16_bit_weights_have_masters_in_slices(tmp_path: Path) -> None:
@@ -17,7 +19,12 @@ def test_optimizers_by_element_update_slices_by_their_own_code(tmp_path: Path) -
     run(tmp_path, "updates_by_element", "has_several_optimizers", "has_64_bits", world=3)
 
 
-def run(folder: Path, *scenarios: str, world: int = 2) -> None:
+def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
+    run(tmp_path, "trains_adapters", "has_a_chunked_head", "sets_what_files_lack", script=ADAPTERS)
+
+
+def run(folder: Path, *scenarios: str, world: int = 2, script: Path = SCRIPT) -> None:
     """Runs scenarios of the script on as many ranks."""
-    outputs = ranks.start(SCRIPT, folder, *scenarios, cwd=folder, world=world)
+    outputs = ranks.start(script, folder, *scenarios, cwd=folder, world=world)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * world

@@ -49,12 +49,23 @@ def _same_states(got: Any, wanted: Any) -> None:
             assert torch.equal(got[key][name], value) if isinstance(value, torch.Tensor) else got[key][name] == value, (key, name)
 
 
+def _same_when_read(run: Any, shared: Model, wanted: Model) -> None:
+    """After the fit all ranks can read optimizer state together."""
+    with run.strategy.materialize(shared):
+        for mine, other in zip(shared.parameters(), wanted.parameters(), strict=True):
+            state = run.optimizers[0].state.get(mine, {})
+            for name, value in wanted.__dict__["made"].state[other].items() if state else ():
+                assert torch.equal(state[name], value)
+                assert torch.equal(state[name].sum(), value.sum())
+
+
 def goes_on_with_16_bit_weights(out: Path) -> None:
     """Checkpoints have whole masters. If one of plain Lightning has none, they are the weights."""
     shared = model("frozen")
     run = trainer(out, precision="bf16-true", callbacks=[ModelCheckpoint(out, "half")], enable_checkpointing=True)
     run.fit(shared, batches())
     wanted = reference("frozen", dtype=torch.bfloat16)
+    _same_when_read(run, shared, wanted)
     for states in (torch.load(out / "half.ckpt")["optimizer_states"], _states(run, out / "after.ckpt")):
         _same_states(states[0]["state"], wanted.__dict__["made"].state_dict()["state"])
     for name in ("half", "after", "bare"):
@@ -91,6 +102,7 @@ def updates_by_element(out: Path) -> None:
         run.fit(shared, batches())
         wanted = reference(words, flags["accumulate_grad_batches"], flags["gradient_clip_val"], **options)
         same(shared, wanted)
+        _same_when_read(run, shared, wanted)
         states = _states(run, path)
         _same_states(states[0]["state"], wanted.__dict__["made"].state_dict()["state"])
         again = model(words, seed=9 + RANK, **options)

@@ -16,8 +16,8 @@ part, or a commit, before that revokes it. A revoked update can always be repeat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -148,6 +148,15 @@ class TierStore:
         self._patched.pop(part, None)
         self._opened.pop(part, None)
         self._tried.pop(part, None)
+
+    @contextmanager
+    def all_writing(self) -> Iterator[None]:
+        """In the context all ranks write the same values to weights that they share."""
+        before, self.all_write = self.all_write, True
+        try:
+            yield
+        finally:
+            self.all_write = before
 
     def check_open(self, part: Part, name: str) -> None:
         """Refuses to read or write what is in no memory any more.
