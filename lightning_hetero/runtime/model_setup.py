@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -181,7 +182,7 @@ class ModelSetup:
                 executor.residency.bring(block, force=True)  # all of it, where ranks have slices
         self._initializer.set_buffers()
         if later and resumed is None:  # [Note: Meta initialization]
-            with store.all_writing():
+            with nullcontext() if executor.slices is None else executor.slices.alike(store, self.blocks):
                 for name, param in later:
                     self._initializer.fill(name, param)
             self._initializer.read_buffers()

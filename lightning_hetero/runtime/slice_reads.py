@@ -35,7 +35,8 @@ from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
 
 _Key = tuple[int, int, int]
-_Way = Callable[[_Key, Sequence[tuple[int, int]], torch.dtype], Tensor]
+_Runs = Sequence[tuple[int, int]]  # the first element of each, and how many
+_Way = Callable[[_Key, _Runs, torch.dtype, _Runs], Tensor]
 
 _READ, _ENDED, _FAILED = range(3)
 _HELD = -2  # in the place of an array of a part
@@ -195,14 +196,15 @@ class SliceReads:
                 f"{held.name!r} is spread over {self._collectives.ranks} ranks. It can be saved: all ranks call "
                 f"trainer.save_checkpoint(path). It can be read within `with strategy.materialize(module)`, on all ranks."
             )
-        return self._way((held.number, _HELD, 0), held.spans, held.dtype).as_strided(held.shape, held.stride)
+        runs = [(0, held.shape.numel())]
+        return self._way((held.number, _HELD, 0), held.spans, held.dtype, runs).as_strided(held.shape, held.stride)
 
-    def _read_part(self, part: Part, array: int, index: int) -> Tensor:
+    def _read_part(self, part: Part, array: int, index: int, runs: _Runs) -> Tensor:
         """What ``TierStore.read_spread`` reads."""
         assert self._place is not None, "it is set during a fit"
         assert self._way is not None, "it is set while something can be read"
         dtype = part.dtype if array == WEIGHTS else torch.float32
-        return self._way((self._place.parts.index(part), array, index), part.spans(index), dtype)
+        return self._way((self._place.parts.index(part), array, index), part.spans(index), dtype, runs)
 
     def _own(self, number: int, array: int, index: int) -> Tensor:
         """What this rank has of a tensor, flat."""
@@ -216,7 +218,7 @@ class SliceReads:
                 return part.own_weights(index)
         return self._place.store.read_piece(part, array, index)
 
-    def _join(self, key: _Key, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    def _join(self, key: _Key, spans: _Runs, dtype: torch.dtype, runs: _Runs) -> Tensor:
         """As :meth:`_ask`, on all ranks together.
 
         Raises:
@@ -225,17 +227,20 @@ class SliceReads:
         self._collectives.meet("READ", NO_BLOCK)
         if len(set(map(tuple, self._collectives.agree(key)))) > 1:
             raise HeteroError("the ranks read other tensors. Within strategy.materialize() all read the same in the same order.")
-        flat = own_memory(sum(length for _, length in spans), dtype)
-        for rank, (first, length) in enumerate(spans):
-            if length:
-                piece = flat[first : first + length]
-                if rank == self._collectives.rank:
-                    piece.copy_(self._own(*key))
-                self._collectives.broadcast(piece, rank)
+        flat, own, at = own_memory(sum(length for _, length in runs), dtype), self._own(*key), 0
+        for first, length in runs:
+            for rank, (begin, here) in enumerate(spans):
+                start, end = max(first, begin), min(first + length, begin + here)
+                if start < end:
+                    piece = flat[at + start - first : at + end - first]
+                    if rank == self._collectives.rank:
+                        piece.copy_(own[start - begin : end - begin])
+                    self._collectives.broadcast(piece, rank)
+            at += length
         return flat
 
-    def _ask(self, key: _Key, spans: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
-        """A tensor, flat; ``spans``: the first element that each rank has, and how many."""
+    def _ask(self, key: _Key, spans: _Runs, dtype: torch.dtype, runs: _Runs) -> Tensor:
+        """Runs of a tensor, joined; ``spans``: the runs that the ranks have."""
         self._tell(_READ, *key)
         flat = own_memory(sum(length for _, length in spans), dtype)
         for rank, (first, length) in enumerate(spans):
@@ -244,7 +249,7 @@ class SliceReads:
                 self._collectives.receive(piece, rank)
             else:
                 piece.copy_(self._own(*key))
-        return flat
+        return torch.cat([flat[first : first + length] for first, length in runs]) if len(runs) > 1 else flat.narrow(0, *runs[0])
 
     def _answer(self) -> None:
         told = torch.empty(4, dtype=torch.int64)

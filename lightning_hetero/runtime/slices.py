@@ -43,6 +43,7 @@ from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moved_weights import bring_back, find_moved
 from lightning_hetero.store.live.shared_memory import Place, SharedArena, SharedFile
+from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import tensor_at
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,14 @@ class Slices:
                 part.arena.share()
             else:
                 self.collectives.broadcast(_bytes(part))
+
+    @contextmanager
+    def alike(self, store: TierStore, blocks: Sequence[Block]) -> Iterator[None]:
+        """In the context all ranks write the same values to weights."""
+        with store.all_writing():
+            yield
+        for part in [part for block in blocks for part in block.parts]:
+            part.versions = versions(part)
 
     @contextmanager
     def apart(self, blocks: Sequence[Block]) -> Iterator[None]:

@@ -79,14 +79,18 @@ class _OfParameter(_Source):
         )
 
     def _read_spread(self, name: str, array: int) -> Tensor:
-        """What several ranks have slices of, in the parameter's shape.
+        """What several ranks have slices of, in the parameter's shape."""
+        return self.part.shaped(self.index, self._read_runs(name, array, [(0, self.shape.numel())]))
+
+    def _read_runs(self, name: str, array: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Runs of what several ranks have slices of, joined.
 
         Raises:
             OffloadedAccessError: The other ranks do not send theirs now.
         """
         if self.store.read_spread is None:
             raise self._spread(name)
-        return self.part.shaped(self.index, self.store.read_spread(self.part, array, self.index))
+        return self.store.read_spread(self.part, array, self.index, runs)
 
     @property
     def shape(self) -> torch.Size:
@@ -147,7 +151,7 @@ class WeightSource(_OfParameter):
     def sample(self, firsts: Sequence[int], length: int) -> Tensor:
         """Runs of ``length`` elements of the memory order, joined; the rest is not read."""
         if not self.part.is_whole:
-            raise self._spread(self.name)
+            return self._read_runs(self.name, WEIGHTS, [(first, length) for first in firsts])
         self.settle(self.part)
         whole = None if self.device is None else self.device.newest(self.part, self.index)
         if whole is None and self.part.block.resident:

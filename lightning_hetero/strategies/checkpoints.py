@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,8 @@ class _Run(Protocol):
     def drop_session(self) -> None: ...
 
     def change(self, options: SessionOptions) -> None: ...
+
+    def reading(self) -> AbstractContextManager[None]: ...
 
 
 class Checkpoints:
@@ -129,7 +131,8 @@ class Checkpoints:
     def placed(self, session: Session) -> None:
         """The session has placed the model: loads weights that have waited for that."""
         if self._run.choices.exclude_frozen:
-            self.base.remember()
+            with self._run.reading():
+                self.base.remember()
         self._load_waiting()
         self.base.begins(session, resumed=self.resumed is not None)
 
@@ -139,7 +142,8 @@ class Checkpoints:
         """A model's state as checkpoints have it."""
         if not self._run.choices.exclude_frozen:
             return state
-        self._excluded = self.base.excluded(self._run.session)
+        with self._run.reading():
+            self._excluded = self.base.excluded(self._run.session)
         return frozen_base.without(state, self._excluded)
 
     def labelled(self, checkpoint: State) -> State:
@@ -304,12 +308,13 @@ class Checkpoints:
             self._waiting = (checkpoint, strict)
             return
         adapter_settings.check(self._run.module, checkpoint.get(adapter_settings.KEY, {}), strict=strict)
-        if self._run.choices.exclude_frozen:
-            self.base.remember()
         excluded = frozen_base.excluded_of(checkpoint)
-        if excluded is not None:
-            self.base.check(excluded)
-        with self.base.loading(checkpoint["state_dict"], session):
+        with self._run.reading():
+            if self._run.choices.exclude_frozen:
+                self.base.remember()
+            if excluded is not None:
+                self.base.check(excluded)
+        with self._run.reading(), self.base.loading(checkpoint["state_dict"], session):
             keys = load(strict and not excluded)
         if strict and excluded and keys is not None:
             frozen_base.check_keys(*keys, excluded)

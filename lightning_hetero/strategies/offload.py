@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -378,6 +378,11 @@ class OffloadRun:
         """Another plan is in force: drops the times of steps under the one before."""
         if self.training is not None and self.training.clock is not None:
             self.training.clock.forget()
+
+    def reading(self) -> AbstractContextManager[None]:
+        """In the context ranks that share a model read its weights together."""
+        executor = None if self.session is None else self.session.executor
+        return nullcontext() if executor is None or executor.slices is None else executor.slices.reads.by_all()
 
     def snapshot_state(self) -> StateSnapshot | None:
         """Keeps the state readable for a background save; ``None`` if it is all in memory."""

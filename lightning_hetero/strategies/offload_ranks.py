@@ -234,8 +234,9 @@ class HeteroOffloadRanks(_Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
         """Gives the model a checkpoint's weights; all ranks call it with the same ones."""
-        store = None if self.session is None else self.session.store
-        with nullcontext() if store is None else store.all_writing():
+        executor = None if self.session is None else self.session.executor
+        slices = None if executor is None else executor.slices
+        with nullcontext() if executor is None or slices is None else slices.alike(executor.store, executor.blocks):
             Offloading.load_model_state_dict(self, checkpoint, strict)
 
 

@@ -6,6 +6,7 @@ reference.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import lightning.pytorch as pl
 import peft
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -133,6 +135,21 @@ def trains_adapters(out: Path) -> None:
         again = peft.PeftModel.from_pretrained(LlamaForCausalLM(llama.config()), out / "saved", is_trainable=True)
         for one, other in zip([p for p in again.parameters() if p.requires_grad], trained, strict=True):
             assert torch.equal(one, other)
+
+
+def saves_adapters_alone(out: Path) -> None:
+    """Checkpoints without frozen weights, and a resume from one, which reads the folder again."""
+    folder = _folder(out)
+    strategy = partial(_strategy, folder, exclude_frozen_parameters=True)
+    shared = model("lora", cls=Adapted, folder=folder, meta=True)
+    kept = ModelCheckpoint(out, "alone")
+    trainer(out, strategy(), callbacks=[kept], enable_checkpointing=True).fit(shared, batches())
+    begin, first = torch.load(out / "alone.ckpt", weights_only=False), reference("lora", cls=Adapted, folder=folder)
+    assert begin["state_dict"].keys() == {"offset", *(n for n, p in first.named_parameters() if p.requires_grad)}
+    again = model("lora", cls=Adapted, folder=folder, meta=True)
+    trainer(out, strategy(), max_epochs=2).fit(again, batches(), ckpt_path=out / "alone.ckpt")
+    begin["state_dict"] = first.state_dict()
+    same(again, reference("lora", cls=Adapted, folder=folder, begin=begin))
 
 
 def has_a_chunked_head(out: Path) -> None:

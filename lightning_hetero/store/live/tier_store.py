@@ -59,8 +59,8 @@ class TierStore:
         unrecorded: What no record names yet.
         on_patched: Told of values that have reached the file.
         loans: Copies of what is not in memory, for code that needs an address.
-        read_spread: Reads a parameter's run of an array of which several ranks have slices;
-            ``None`` while the others do not answer.
+        read_spread: Reads runs (first element, length) of a parameter's array of which several
+            ranks have slices; ``None`` while the others do not answer.
         all_write: All ranks write the same values to the weights that they share.
     """
 
@@ -78,7 +78,7 @@ class TierStore:
         self.describe: Callable[[], bytes] = self._describe
         self.unrecorded = Unrecorded()
         self.loans = Loans()
-        self.read_spread: Callable[[Part, int, int], Tensor] | None = None
+        self.read_spread: Callable[[Part, int, int, Sequence[tuple[int, int]]], Tensor] | None = None
         self.all_write = False
         self.blobs: list[Part] = []
         self.on_patched: Callable[[Tensor], object] = id
