@@ -8,6 +8,7 @@ import pytest
 from support import ranks
 
 SCRIPT = Path(ranks.__file__).with_name("shared_options.py")
+MANNERS = Path(ranks.__file__).with_name("shared_manners.py")
 ADAPTERS = Path(ranks.__file__).with_name("shared_adapters.py")
 
 
@@ -22,6 +23,10 @@ def test_optimizers_by_element_update_slices_by_their_own_code(tmp_path: Path) -
 def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
     run(tmp_path, "trains_adapters", "has_a_chunked_head", "saves_adapters_alone", "sets_what_files_lack", script=ADAPTERS)
+
+
+def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
+    run(tmp_path, "has_lightnings_manners", "has_batches_of_other_sizes", script=MANNERS)
 
 
 def run(folder: Path, *scenarios: str, world: int = 2, script: Path = SCRIPT) -> None:

@@ -151,8 +151,7 @@ def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
         devices=WORLD,
         strategy=strategy,
         default_root_dir=out,
-        use_distributed_sampler=False,
-        **quiet | {"max_epochs": 1} | flags,
+        **quiet | {"max_epochs": 1, "use_distributed_sampler": False} | flags,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from support.models import Outcome, Recipe, Shape
 from support.refusals import RECIPE, assert_usable, fit, new_module, refused, tree
@@ -23,12 +24,20 @@ from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 DEVICE = EmulatedDevice(memory="1GiB")
 
 
+class Other(Precision):
+    """A precision plugin of somebody else."""
+
+    precision: Any = "other"
+
+
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
         ({"device": DEVICE, "disk_path": "store"}, {}, ["disk_path=", "devices with memory of their own"]),
         ({"device": DEVICE, "plan": "auto"}, {}, ["plan='holistic'", 'plan="host"']),
+        ({"disk_path": "store", "link_checkpoints": True}, {}, ["link_checkpoints=True", "Leave link_checkpoints out"]),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
+        ({}, {"plugins": Other()}, ["precision='other'", "'bf16-mixed'"]),
         ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
         ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),

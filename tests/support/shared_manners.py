@@ -1,0 +1,102 @@
+"""One rank of a test of Lightning's manners on several devices: a script.
+
+See ``tests/integration/test_shared_options.py``. What Lightning's own DDP does is the reference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support.shared_model import DATA, RANK, Model, run_scenarios, same, trainer
+
+UNEVEN = DATA[:11]  # with two ranks and batches of four: the last batch has two, one of which is repeated
+
+
+class Manners(Model):
+    """Notes what each rank is given, and what all of them have found together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.found, self.alone = list[Tensor](), list[Tensor](), list[int]()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.given.append(batch.clone())
+        loss = super().training_step(batch, index)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.note(index)
+        return loss
+
+    @rank_zero_only
+    def note(self, index: int) -> None:
+        self.alone.append(index)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.given.append(batch.clone())
+        loss = self.loss(batch, index)
+        self.log("validated", loss, sync_dist=True)
+        self.found.append(self.all_gather(loss.detach()))
+
+    def test_step(self, batch: Tensor, index: int) -> None:
+        self.log("tested", self.loss(batch, index), sync_dist=True, reduce_fx="max")
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.loss(batch, index)
+
+
+def _run(out: Path, strategy: Any, **flags: Any) -> tuple[Manners, pl.Trainer, list[dict[str, Tensor]], list[Tensor]]:
+    torch.manual_seed(5)
+    module = Manners()
+    loader = DataLoader(UNEVEN, 4, shuffle=flags.pop("shuffle", False))
+    shown = {"enable_progress_bar": True, "callbacks": [TQDMProgressBar()]}
+    run = trainer(out, strategy, **shown | {"use_distributed_sampler": True} | flags)
+    metrics = []
+    run.fit(module, loader, DataLoader(UNEVEN, 4))
+    metrics.append(dict(run.callback_metrics))
+    for step in (run.validate, run.test):
+        step(module, DataLoader(UNEVEN, 4), verbose=False)
+        metrics.append(dict(run.callback_metrics))
+    predicted = run.predict(module, DataLoader(UNEVEN, 4))
+    assert isinstance(run.progress_bar_callback, TQDMProgressBar)
+    assert run.progress_bar_callback.is_disabled is (RANK > 0)
+    return module, run, metrics, predicted
+
+
+def has_lightnings_manners(out: Path) -> None:
+    """Samplers, the last batch, logs, gathering, rank 0, evaluation and prediction are DDP's."""
+    for flags in ({}, {"shuffle": True, "max_epochs": 2}, {"use_distributed_sampler": False, "accumulate_grad_batches": 3}):
+        strategies = (HeteroOffloadStrategy("host", block_cls="Layer"), "ddp_find_unused_parameters_true")
+        ours, theirs = (_run(out, strategy, **dict(flags)) for strategy in strategies)
+        for mine, other in ((ours[0].given, theirs[0].given), (ours[0].found, theirs[0].found), (ours[3], theirs[3])):
+            assert len(mine) == len(other)
+            assert all(map(torch.equal, mine, other))
+        if "accumulate_grad_batches" not in flags:  # DDP adds before it averages
+            same(ours[0], theirs[0])
+        assert ours[0].alone == theirs[0].alone
+        assert bool(ours[0].alone) is (RANK == 0)
+        for mine, other in zip(ours[2], theirs[2], strict=True):
+            assert mine.keys() == other.keys()
+            assert all(torch.equal(value, other[name]) for name, value in mine.items()), (mine, other)
+
+
+def has_batches_of_other_sizes(out: Path) -> None:
+    """The mean over ranks is one of their losses, however many samples each has, as in DDP."""
+    runs = []
+    for strategy in (HeteroOffloadStrategy("host", block_cls="Layer"), "ddp_find_unused_parameters_true"):
+        torch.manual_seed(5)
+        module = Model()
+        trainer(out, strategy).fit(module, DataLoader(DATA[: 6 + 3 * RANK], 2 + RANK))
+        runs.append(module)
+    same(*runs)
+
+
+if __name__ == "__main__":
+    run_scenarios(globals())
