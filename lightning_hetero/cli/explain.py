@@ -12,6 +12,7 @@ from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
 from lightning_hetero.cli.plan import comparison, described_with_head, paper_optimum
 from lightning_hetero.cli.planning import Outcome
+from lightning_hetero.cli.ranks import together
 from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
@@ -39,8 +40,9 @@ class Explanation:
     Attributes:
         plan: The resolved plan, simulated again.
         model: The model, at the batch of a step.
-        part: The model at the batch of one forward.
-        hardware: The machine.
+        part: The model at the batch of one forward; the slices of one of several such devices.
+        hardware: The machine; of several devices that hold the model together, one's share.
+        machine: The whole machine.
         simulation: The plan's step.
         forward_only: Its passes without backward.
         wear: What its steps write to the disk; ``None``: nothing.
@@ -55,6 +57,7 @@ class Explanation:
     model: ModelProfile
     part: ModelProfile
     hardware: HardwareProfile
+    machine: HardwareProfile
     simulation: Simulation
     forward_only: ForwardOnly
     wear: Wear | None
@@ -87,7 +90,7 @@ def run(path: Path, request: Request, *, as_json: bool) -> None:
     if as_json:
         print_json(to_json(explanation))
     else:
-        _print(explanation, described_with_head(request, explanation.model, explanation.hardware))
+        _print(explanation, described_with_head(request, explanation.model, explanation.machine))
 
 
 def explain(plan: Plan, request: Request) -> Explanation:
@@ -99,9 +102,11 @@ def explain(plan: Plan, request: Request) -> Explanation:
     """
     from lightning_hetero.planners.evaluation import evaluated, simulation
     from lightning_hetero.planners.forward_only import forward_only
+    from lightning_hetero.planners.one_rank import as_run
 
-    model, hardware = request.profiles()
-    part = planning.micro_batch(model, plan)
+    model, machine = request.profiles()
+    plan = plan.resolve(b.name for b in model.blocks)
+    part, hardware = as_run(plan, planning.micro_batch(model, plan), machine)
     planners = planning.planners(planning.ALL)
     planner = plan.name if plan.name in planners else planning.DEFAULT
     options = planning.stored_options(plan) if plan.name in planners else {}
@@ -113,19 +118,20 @@ def explain(plan: Plan, request: Request) -> Explanation:
         alternatives = reasons.alternatives(plan, part, hardware)
     with working("planning with the other planners"):
         rivals = {name: chosen for name, chosen in planners.items() if name != plan.name}
-        others = planning.run(rivals, model, hardware, {})
-    anew = reasons.Scenario(change="as it is, planned anew", model=model, hardware=hardware)
+        others = planning.run(rivals, model, machine, {})
+    anew = reasons.Scenario(change="as it is, planned anew", model=model, hardware=machine)
     chosen = {planner: planners[planner]}
     with working("planning for other machines"):
         what_ifs = [
             (scenario, best_of_both(scenario, plan, planning.run(chosen, scenario.model, scenario.hardware, options)[0]))
-            for scenario in (anew, *reasons.scenarios(request, model, hardware))
+            for scenario in (anew, *reasons.scenarios(request, model, machine))
         ]
     return Explanation(
         plan=plan,
         model=model,
         part=part,
         hardware=hardware,
+        machine=machine,
         simulation=simulated,
         forward_only=without_backward,
         wear=reasons.wear(simulated, request, hardware),
@@ -180,9 +186,10 @@ def to_json(e: Explanation) -> dict[str, Any]:
 def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
+    step_of = together(e.plan, e.model, e.machine)
     passes = {"no backward": _passes(e)}
     worn = {} if e.wear is None else {"disk wear": str(e.wear)}
-    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **passes, **worn, **paper_optimum(e.plan)}))
+    screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **step_of, **passes, **worn, **paper_optimum(e.plan)}))
     screen.print(_placements(e))
     screen.print(_where(e))
     if rows := frozen(e.plan, e.part):

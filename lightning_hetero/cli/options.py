@@ -58,13 +58,17 @@ HardwareFile = Annotated[
 ]
 Machine = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A machine of a paper, such as lohan-rtx4090.", rich_help_panel=_MACHINE),
+    typer.Option(metavar="NAME", help="A machine of a paper, or a box such as 4x-rtx4090.", rich_help_panel=_MACHINE),
 ]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="A known device, such as rtx4090.", rich_help_panel=_MACHINE)]
 HostMemory = Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory, such as 256GiB.", rich_help_panel=_MACHINE)]
 Disk = Annotated[str | None, typer.Option(metavar="NAME", help="Known drives, such as p5510x12.", rich_help_panel=_MACHINE)]
 Devices = Annotated[int | None, typer.Option(min=1, metavar="N", help="Devices that train together.", rich_help_panel=_MACHINE)]
 Link = Annotated[str | None, typer.Option(metavar="NAME", help="Its link to the host, such as pcie5.", rich_help_panel=_MACHINE)]
+Peers = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What connects devices: pcie4, nvlink4, or bytes/s.", rich_help_panel=_MACHINE),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,7 @@ class Request:
         disk: Its drives.
         devices: How many devices train together.
         link: Its link to the host.
+        peers: What connects several devices.
     """
 
     model_profile: Path | None = None
@@ -107,6 +112,7 @@ class Request:
     disk: str | None = None
     devices: int | None = None
     link: str | None = None
+    peers: str | None = None
 
     @classmethod
     def of(cls, *, dora: bool, lora: str | None, chunked_head: bool, **others: Any) -> Request:
@@ -159,7 +165,7 @@ class Request:
             else:
                 values |= {k: getattr(other, k) for k in (file, *names)}
         if self.machine is not None:  # a paper's machine and a device exclude each other
-            values |= {"device": self.device, "link": self.link}
+            values |= {"device": self.device, "link": self.link, "peers": self.peers}
         elif self.device is not None:
             values["machine"] = None
         if self.model_config is not None:  # and so do two models
@@ -208,8 +214,8 @@ class Request:
         _, *parts = _MACHINE_KEYS
         if self.hardware_profile is not None and self._names(parts):
             raise ConfigError(f"--hardware-profile is a whole machine; {_flags(parts)} go without it.")
-        if self.machine is not None and self._names(("device", "link")):
-            raise ConfigError(f"--machine {self.machine} has its device and its link; --device and --link go without it.")
+        if self.machine is not None and self._names(("device", "link", "peers")):
+            raise ConfigError(f"--machine {self.machine} has its device and its links; --device, --link and --peers go without it.")
         if self.machine is None and self._names(parts) and (self.device is None or self.host_memory is None):
             raise ConfigError("a machine needs --device and --host-memory, such as --device rtx4090 --host-memory 256GiB.")
 
@@ -230,8 +236,9 @@ class Request:
         if self.device is None or self.host_memory is None:
             return _this_machine()
         return presets.machine(
-            device=self.device, host_memory=self.host_memory, disk=self.disk, count=self.devices or 1, link=self.link
-        )
+            device=self.device, host_memory=self.host_memory, disk=self.disk, count=self.devices or 1, link=self.link,
+            peers=self.peers,
+        )  # fmt: skip
 
     def model(self, hardware: HardwareProfile) -> ModelProfile:
         """The model. A preset has the times of the machine's device."""
@@ -294,6 +301,7 @@ _OPTIONS: dict[str, Any] = {
     "disk": Disk,
     "devices": Devices,
     "link": Link,
+    "peers": Peers,
 }
 
 
@@ -337,7 +345,7 @@ _MODELS = ("model_profile", "preset_model", "model_config")
 _OF_CONFIG = ("lora", "quantize", "chunked_head")
 _MODEL_KEYS = (*_MODELS, *_OF_CONFIG, "batch", "sequence", "precision")
 _FILES = ("model_profile", "hardware_profile", "model_config")
-_MACHINE_KEYS = ("hardware_profile", "machine", "device", "host_memory", "disk", "devices", "link")
+_MACHINE_KEYS = ("hardware_profile", "machine", "device", "host_memory", "disk", "devices", "link", "peers")
 
 
 def _flags(keys: Iterable[str]) -> str:

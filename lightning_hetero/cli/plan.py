@@ -13,6 +13,7 @@ from lightning_hetero.cli.head import logits
 from lightning_hetero.cli.options import Request
 from lightning_hetero.cli.output import console, count, pairs, plain, print_json, seconds, table, write_text
 from lightning_hetero.cli.planning import Outcome
+from lightning_hetero.cli.ranks import all_devices, together
 from lightning_hetero.cli.remedies import with_remedies
 from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -51,13 +52,18 @@ def run(request: Request, *, planner: str, options: Iterable[str], out: Path | N
             origin[planning.OPTIONS] = json.dumps(given)
         write_text(out, replace(best.plan, origin=origin).to_json())
     if as_json:
-        rows = [outcome.to_json() for outcome in outcomes]
+        rows = [outcome.to_json() | _of_all(outcome.plan, model, hardware) for outcome in outcomes]
         print_json(rows if planner == planning.ALL else rows[0])
         return
-    about = described_with_head(request, model, hardware)
+    about = described_with_head(request, model, hardware) | together(best.plan, model, hardware)
     if best.plan.require_predicted().disk_bytes and planner != planning.ALL:
         about |= _wear(best.plan, request, model, hardware)
     _print(outcomes if planner == planning.ALL else [best], best.plan, model, about, out=out)
+
+
+def _of_all(plan: Plan | None, model: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
+    found = None if plan is None else all_devices(plan, model, hardware)
+    return {} if found is None else {"all_devices": found}
 
 
 def _wear(plan: Plan, request: Request, model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
@@ -101,12 +107,14 @@ def describe(model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:
     bits = 8 * model.compute_itemsize
     device, host = format_bytes(hardware.device_memory_bytes), format_bytes(hardware.host_memory_bytes)
     memory = f"{device} device memory, {host} host memory"
+    if hardware.world_size > 1:
+        memory = f"{device} of memory on each of {hardware.world_size} devices, {host} host memory for all"
     if hardware.unified_memory:
         memory = f"{host} of memory for device and host together, at most {device} of it for the device"
     disk = f"disk {format_bytes(hardware.disk_read_bytes_per_s)}/s" if hardware.disk_read_bytes_per_s else "no disk"
     size = f"{count(params)} parameters{training}, {len(model.blocks)} blocks, {bits} bit"
     return {
-        "model": f"{model.name}: {size}, {model.tokens} tokens a step",
+        "model": f"{model.name}: {size}, {model.tokens} tokens a step{' and device' * (hardware.world_size > 1)}",
         "machine": f"{hardware.name}: {memory}, {disk}",
     }
 

@@ -153,7 +153,9 @@ def fits(
     """Whether one of the planners has a plan; where a search is among them, it does not search."""
     if DEFAULT in chosen:
         from lightning_hetero.planners.holistic.remedies import SearchRequest
+        from lightning_hetero.planners.one_rank import one_rank
 
+        model, hardware = one_rank(model, hardware)
         parts = max(options.get("micro_batches", [1]))
         updates = Updates(options.get("updates", Updates.IN_BACKWARD))
         return SearchRequest(model=model, hardware=hardware, parts=parts, updates=updates).fits()

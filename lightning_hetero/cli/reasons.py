@@ -56,7 +56,7 @@ def alternatives(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
     """
     from lightning_hetero.planners.evaluation import evaluated
 
-    out, shape, on_device = [], model.shape(), not hardware.shared_memory
+    out, shape, on_device = [], model.shape(), hardware.copies_weights
     plan = fitted(plan, shape, device=on_device)
     for group in sorted(groups(plan), key=lambda g: -len(g.indices))[:_MOST_GROUPS]:
         index = group.indices[0]
@@ -138,7 +138,7 @@ def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[M
         out["disk"] = scaled("disk_read_bytes_per_s", "disk_write_bytes_per_s")
     out["host memory bandwidth"] = scaled("host_dram_bytes_per_s")
     out["CPU updates"] = scaled("cpu_update_params_per_s", "cpu_downcast_params_per_s")
-    if hardware.world_size > 1:
+    if hardware.world_size > 1 or hardware.ranks > 1:
         out["collectives"] = scaled("collective_bytes_per_s")
     return out
 
@@ -167,7 +167,7 @@ def _drives(request: Request, hardware: HardwareProfile) -> Drive | None:
 
     if request.hardware_profile is not None or not hardware.disk_capacity_bytes:
         return None
-    paper = presets.PAPER_MACHINES.get(request.machine or "")
+    paper = {**presets.PAPER_MACHINES, **presets.BOXES}.get(request.machine or "")
     spec = request.disk or (paper.disk if paper is not None else None)
     if spec is None:
         return together(drives_under(Path())) if request.device is None and paper is None else None
@@ -219,7 +219,7 @@ def with_one_more_drive(request: Request, hardware: HardwareProfile) -> Hardware
     from lightning_hetero.profiling import presets
 
     if request.hardware_profile is None and (request.device is not None or request.machine is not None):
-        paper = presets.PAPER_MACHINES.get(request.machine or "")
+        paper = {**presets.PAPER_MACHINES, **presets.BOXES}.get(request.machine or "")
         spec = request.disk or (paper.disk if paper is not None else None)
         name, drives = _split(presets.disk(spec).name) if spec is not None else (_DRIVE, 0)
         return replace(request, disk=f"{name}x{drives + 1}").hardware()

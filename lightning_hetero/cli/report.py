@@ -10,6 +10,7 @@ from lightning_hetero.cli.explain import Explanation, activations, binding, effe
 from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import console, count, print_json, seconds, write_text
 from lightning_hetero.cli.plan import describe
+from lightning_hetero.cli.ranks import together
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir import run_record
 from lightning_hetero.ir.activations import saved_bytes
@@ -132,7 +133,7 @@ def _report(given: _Given, e: Explanation | None, *, name: str) -> PageContent:
 def _facts(plan: Plan | None, e: Explanation | None, strips: Sequence[Strip], record: RunRecord | None) -> dict[str, str]:
     out = {} if plan is None else {"plan": plan.name}
     if e is not None:
-        out |= describe(e.model, e.hardware)
+        out |= describe(e.model, e.machine) | together(e.plan, e.model, e.machine)
         step_s = e.predicted.iteration_s
         out["predicted"] = f"{seconds(step_s)} a step, {count(e.model.tokens / step_s, 'tokens/s')}"
     if record is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import console, pairs, percent, print_json, seconds, table, write_text
 from lightning_hetero.cli.plan import describe
 from lightning_hetero.cli.planning import micro_batch
+from lightning_hetero.cli.ranks import together
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.stalls import Stall, op_of_block, stalls
 from lightning_hetero.lowering import fitted
@@ -27,11 +29,14 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
         PlanError: The plan does not fit the machine.
     """
     from lightning_hetero.planners.evaluation import simulation as simulated
+    from lightning_hetero.planners.one_rank import as_run
 
     plan, request = load_plan(path, request)
-    model, hardware = request.profiles()
-    plan = fitted(plan, model.shape(), device=hardware.copies_weights)
-    simulation = simulated(plan, micro_batch(model, plan), hardware, keep_trace=True)
+    model, machine = request.profiles()
+    plan = plan.resolve(b.name for b in model.blocks)
+    part, hardware = as_run(plan, micro_batch(model, plan), machine)
+    plan = fitted(plan, part.shape(), device=hardware.copies_weights)
+    simulation = simulated(plan, part, hardware, keep_trace=True)
     if trace is not None:
         write_text(trace, simulation.trace.to_chrome())
     if timeline is not None:
@@ -54,7 +59,8 @@ def run(path: Path, request: Request, *, trace: Path | None, timeline: Path | No
             }
         )
         return
-    _print(simulation, hardware, {"plan": plan.name, **describe(model, hardware)})
+    predicted = replace(plan, predicted=simulation.prediction)
+    _print(simulation, hardware, {"plan": plan.name, **describe(model, machine), **together(predicted, model, machine)})
     for name, written in (("trace", trace), ("timeline", timeline)):
         if written is not None:
             console().print(f"Wrote the {name} to {written}.", markup=False)

@@ -12,6 +12,7 @@ from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Schedule, Updates
 from lightning_hetero.ir.step_seconds import StepSeconds
 from lightning_hetero.lowering import CacheSizes, cache_sizes, check, fitted, steady, step_signatures
+from lightning_hetero.planners.one_rank import as_run
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
 
@@ -25,7 +26,7 @@ def simulation(
     keep_trace: bool = False,
     prove: bool = False,
 ) -> Simulation:
-    """Simulates a plan in steady state.
+    """Simulates a plan in steady state; of a machine with several devices, one of its ranks.
 
     Args:
         plan: The plan; it is resolved and fitted (``lowering.fitted``).
@@ -41,7 +42,8 @@ def simulation(
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering, found by ``prove``.
     """
-    plan, space, schedules = _lowered(plan, model, hardware, updates)
+    plan, model, hardware = _as_run(plan, model, hardware)
+    space, schedules = _lowered(plan, model, hardware, updates)
     if prove:
         _check(plan, model, space, schedules)
     return simulate(schedules, plan, model, hardware, sizes=space, keep_trace=keep_trace)
@@ -75,18 +77,25 @@ def proved(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, update
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering.
     """
-    plan, space, schedules = _lowered(plan, model, hardware, updates)
+    plan, model, hardware = _as_run(plan, model, hardware)
+    space, schedules = _lowered(plan, model, hardware, updates)
     _check(plan, model, space, schedules)
     return plan
 
 
+def _as_run(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> tuple[Plan, ModelProfile, HardwareProfile]:
+    """The plan, resolved and fitted, and what one rank has of model and machine."""
+    plan = plan.resolve(b.name for b in model.blocks)
+    model, hardware = as_run(plan, model, hardware)
+    return fitted(plan, model.shape(), device=hardware.copies_weights), model, hardware
+
+
 def _lowered(
     plan: Plan, model: ModelProfile, hardware: HardwareProfile, updates: Updates
-) -> tuple[Plan, CacheSizes, tuple[Schedule, ...]]:
-    """The resolved plan, the memory that it leaves, and the schedules of one step."""
-    plan = fitted(plan, model.shape(), device=hardware.copies_weights)
+) -> tuple[CacheSizes, tuple[Schedule, ...]]:
+    """The memory that a fitted plan leaves, and the schedules of one step."""
     space = cache_sizes(plan, model, hardware, updates=updates)
-    return plan, space, steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
+    return space, steady(plan, model.shape(), step_signatures(plan, updates=updates), sizes=space)
 
 
 def _check(plan: Plan, model: ModelProfile, space: CacheSizes, schedules: Sequence[Schedule]) -> None:
@@ -103,9 +112,10 @@ def evaluated(plan: Plan, model: ModelProfile, hardware: HardwareProfile, *, upd
         ConfigError: The plan does not fit the model.
         ScheduleError: A bug of ours in the lowering.
     """
+    plan, model, hardware = _as_run(plan, model, hardware)
     predicted = simulation(plan, model, hardware, updates=updates, prove=True).prediction
     _check_peaks(plan, predicted, hardware)
-    return replace(fitted(plan, model.shape(), device=hardware.copies_weights), predicted=predicted)
+    return replace(plan, predicted=predicted)
 
 
 def with_paper_optimum(found: Plan, optimum: Plan | None, refusal: PlanError | None) -> Plan:

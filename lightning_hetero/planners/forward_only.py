@@ -10,6 +10,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import OpKind, Payload, Schedule, StepSignature
 from lightning_hetero.lowering import cache_sizes, fitted, steady
+from lightning_hetero.planners.one_rank import as_run
 from lightning_hetero.sim import simulate
 
 
@@ -42,6 +43,8 @@ def forward_only(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> 
         PlanError: A tier is too small for the plan.
         ConfigError: The plan does not fit the model.
     """
+    plan = plan.resolve(b.name for b in model.blocks)
+    model, hardware = as_run(plan, model, hardware)
     plan = fitted(plan, model.shape(), device=hardware.copies_weights)
     space = cache_sizes(plan, model, hardware)
     signature = StepSignature(order=tuple(range(len(plan.blocks))), training=False)

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.ir.plan import Plan
+from lightning_hetero.lowering.rank_rules import RANKS
 
 _CAPACITIES = ("host_memory_bytes", "disk_capacity_bytes")
 _RATES = (
@@ -29,7 +31,7 @@ def one_rank(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfi
     The same if there is one device, or if the arguments are those of one rank already.
     """
     ranks = hardware.world_size
-    if ranks == 1 or not hardware.shared_memory:
+    if ranks == 1:
         return model, hardware
     return _scaled(model.slice_of(ranks), float(ranks) if hardware.shared_memory else 1.0), share_of(hardware)
 
@@ -54,6 +56,21 @@ def all_ranks(model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProf
     keys = (*_CAPACITIES, *_RATES, *(("device_memory_bytes", *_OF_THE_CPU) if shared else ()))
     values = {key: getattr(hardware, key) * ranks for key in keys}
     return _scaled(model.whole_of(ranks), 1 / ranks if shared else 1.0), replace(hardware, world_size=ranks, ranks=1, **values)
+
+
+def as_run(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
+    """What one rank has under a resolved plan: see :func:`one_rank`.
+
+    A plan that ranks cannot run is that of one device alone, with all of the machine, without
+    collectives.
+    """
+    return one_rank(model, hardware if runs_on_ranks(plan, model) else replace(hardware, world_size=1))
+
+
+def runs_on_ranks(plan: Plan, model: ModelProfile) -> bool:
+    """Whether several ranks can run a resolved plan."""
+    rows = zip(plan.blocks, model.blocks, strict=True)
+    return all(RANKS.allows(placed) for placed, block in rows if block.num_trainable_params)
 
 
 def _scaled(model: ModelProfile, factor: float) -> ModelProfile:

@@ -14,7 +14,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.profiling import presets
-from lightning_hetero.profiling.presets import DEVICES, DISKS, HOSTS, LINKS, MODELS, PAPER_MACHINES, Gpt, Llama
+from lightning_hetero.profiling.presets import BOXES, DEVICES, DISKS, HOSTS, LINKS, MODELS, PAPER_MACHINES, Gpt, Llama
 from lightning_hetero.profiling.presets.transformers import profile
 from lightning_hetero.units import GIB
 
@@ -281,7 +281,7 @@ def test_every_figure_of_a_machine_has_a_source(name: str) -> None:
     assert machine.collective_bytes_per_s > 0
 
 
-@pytest.mark.parametrize("name", sorted(PAPER_MACHINES))
+@pytest.mark.parametrize("name", sorted({**PAPER_MACHINES, **BOXES}))
 def test_every_figure_of_a_papers_machine_has_a_source(name: str) -> None:
     machine = presets.paper_machine(name)
     assert set(machine.source) == set(_figures())

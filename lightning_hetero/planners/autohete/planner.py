@@ -81,9 +81,10 @@ def plan(
             counts = METHODS[method](tight)
             if counts is None:
                 break
-            optimum = optimum or _emit(model, k, counts, priority=priority)
+            optimum = optimum or nearest(_emit(model, k, counts, priority=priority), hardware.ranks)
             counts = relieved(tight, counts)
-            emitted = fitted(_emit(model, k, counts, priority=priority), model.shape(), device=hardware.copies_weights)
+            emitted = nearest(_emit(model, k, counts, priority=priority), hardware.ranks)
+            emitted = fitted(emitted, model.shape(), device=hardware.copies_weights)
             try:
                 _check_slots(emitted, slots, model, hardware)
                 return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)

@@ -45,7 +45,9 @@ def plan(model: ModelProfile, hardware: HardwareProfile, *, updates: Updates = U
         PlanError: Weights, gradients and activations do not fit the device, or the state does not
             fit the host.
     """
-    model, hardware = share_of_updates(*one_rank(model, hardware))
+    if hardware.shared_memory:  # devices of their own update there, which ranks cannot run
+        model, hardware = one_rank(model, hardware)
+    model, hardware = share_of_updates(model, hardware)
     refusals: list[PlanError] = []
     for saved in (Saved.KEEP,) if hardware.shared_memory else (Saved.KEEP, Saved.RECOMPUTE):
         best: Plan | None = None

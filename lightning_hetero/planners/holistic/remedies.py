@@ -130,7 +130,8 @@ def infeasible(request: SearchRequest) -> PlanError:
     """
     model, hardware = request.model, request.hardware
     lacking = {tier: size for tier in _CHEAPEST_FIRST if (size := request.lacking(tier)) is not None}
-    remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}" for tier, size in lacking.items()]
+    each = f" for each of {hardware.ranks} devices" if hardware.ranks > 1 else ""
+    remedies = [f"{format_bytes(size)} more {_CHEAPEST_FIRST[tier]}{each}" for tier, size in lacking.items()]
     smaller = request.smaller()
     if smaller is not None:
         what = f"micro_batches=[{smaller * request.parts}], micro-batches" if request.may_split(smaller) else "a batch"
@@ -142,7 +143,7 @@ def infeasible(request: SearchRequest) -> PlanError:
         tier, short = _least_short(request)
     return PlanError(
         f"no plan fits model {model.name!r} on {hardware.name!r}, not with everything on the lowest tier and all activations "
-        f"recomputed: {_CHEAPEST_FIRST[tier]} lacks {format_bytes(short)}. Cheapest remedy: "
+        f"recomputed: {_CHEAPEST_FIRST[tier]} lacks {format_bytes(short)}{each}. Cheapest remedy: "
         f"{'; else '.join(remedies) if remedies else 'smaller blocks'}.",
         tier=tier.value,
         shortfall_bytes=short,

@@ -51,7 +51,8 @@ def plan(
         ConfigError: Several devices and no rate for collectives, or a fragmentation factor below 1.
         PlanError: No configuration fits; ProTrain has no disk tier.
     """
-    model, hardware = one_rank(model, hardware)
+    if hardware.shared_memory:  # devices of their own update what persists there, which ranks cannot run
+        model, hardware = one_rank(model, hardware)
     space = space_of(*all_ranks(model, hardware), fragmentation=fragmentation, chunk_interval=chunk_interval, chunk_span=chunk_span)
     refusal = first_refusal = optimum = None
     for _ in range(_EVALUATIONS):

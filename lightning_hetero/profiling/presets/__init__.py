@@ -10,13 +10,14 @@ from lightning_hetero.profiling.presets.devices import DEVICES, LINKS, Device, d
 from lightning_hetero.profiling.presets.disks import DISKS, Disk, disk
 from lightning_hetero.profiling.presets.hosts import HOSTS, Host, host
 from lightning_hetero.profiling.presets.llama_family import Llama
-from lightning_hetero.profiling.presets.machines import PAPER_MACHINES, PaperMachine, machine, paper_machine
+from lightning_hetero.profiling.presets.machines import BOXES, PAPER_MACHINES, PaperMachine, machine, paper_machine
 from lightning_hetero.profiling.presets.models import MODELS, gpt, llama, model
 from lightning_hetero.profiling.presets.quantization import Quantization
 from lightning_hetero.profiling.presets.transformers import Architecture, Gpt
 from lightning_hetero.profiling.presets.tuning import Tuning
 
 __all__ = [
+    "BOXES",
     "DEVICES",
     "DISKS",
     "HOSTS",

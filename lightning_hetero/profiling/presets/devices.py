@@ -86,6 +86,16 @@ _NVLINK_4 = Figure(450e9, "NVLink 4: half of the 900 GB/s of both directions, NV
 _NVLINK_CUT = Figure(200e9, "NVLink 4: half of the 400 GB/s of both directions, NVIDIA H800 datasheet")
 _INFINITY = Figure(448e9, "7 Infinity Fabric links of 64 GB/s a direction, AMD Instinct MI300X datasheet")
 
+# Bytes per second in one direction, between devices.
+PEERS: dict[str, Figure] = {
+    "pcie3": LINKS["pcie3"].times(0.5, "0.5 (assumed: through host memory, there and back)"),
+    "pcie4": LINKS["pcie4"].times(0.5, "0.5 (assumed: through host memory, there and back)"),
+    "pcie5": LINKS["pcie5"].times(0.5, "0.5 (assumed: through host memory, there and back)"),
+    "nvlink2": _NVLINK_2,
+    "nvlink3": _NVLINK_3,
+    "nvlink4": _NVLINK_4,
+}
+
 _SPARK = "NVIDIA DGX Spark datasheet: 128 GB of LPDDR5X; an eighth (assumed) of 1 PFLOP/s in sparse FP4"
 _IN_HOST_MEMORY = {"gb10"}
 _ADA, _DDR4, _DDR5 = "NVIDIA Ada GPU architecture whitepaper", "server-ddr4", "server-ddr5"

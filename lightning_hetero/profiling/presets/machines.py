@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
-from lightning_hetero.profiling.presets.devices import LINKS, Device
+from lightning_hetero.profiling.presets.devices import LINKS, PEERS, Device
 from lightning_hetero.profiling.presets.devices import device as device_named
 from lightning_hetero.profiling.presets.disks import disk as disk_named
 from lightning_hetero.profiling.presets.figures import Figure, find
@@ -32,6 +32,7 @@ def machine(
     count: int = 1,
     host: str | None = None,
     link: str | None = None,
+    peers: str | int | None = None,
 ) -> HardwareProfile:
     """A machine from presets, without measurements.
 
@@ -43,6 +44,8 @@ def machine(
         count: Devices that train together.
         host: A name of ``hosts.HOSTS``; ``None``: one of the device's generation.
         link: A name of ``devices.LINKS``; ``None``: the device's own.
+        peers: What connects several devices: a name of ``devices.PEERS``, or bytes/s that one of
+            them sends, such as ``"10GB"``; ``None``: the device's own, or through the host.
 
     Raises:
         ConfigError: A name is unknown, a size is no size, ``count`` is not positive.
@@ -54,6 +57,8 @@ def machine(
     figures = _figures(chosen, memory=memory, disk=disk, count=count, host=host, link=link)
     devices = chosen.name if count == 1 else f"{count} x {chosen.name}"
     name = ", ".join([devices, f"{format_bytes(memory)} host", *([disk] if disk is not None else [])])
+    if peers is not None:
+        figures["collective_bytes_per_s"] = _between(peers, count)
     found = _profile(name, figures, duplex=disk is not None and disk_named(disk).duplex, count=count)
     if not chosen.in_host_memory:
         return found
@@ -90,11 +95,20 @@ def _collective(chosen: Device, link: Figure, count: int) -> Figure:
     return link.times(0.5, "0.5 (assumed: through host memory, there and back)")
 
 
+def _between(peers: str | int, count: int) -> Figure:
+    """What one of several devices sends to others."""
+    if count == 1:
+        raise ConfigError(f"peers={peers!r} is what connects several devices, and there is one. Give count, or leave peers out.")
+    if isinstance(peers, str) and not peers[:1].isdigit():
+        return find("peers", PEERS, peers).times(0.75, "0.75 (assumed)")
+    return Figure(float(parse_bytes(peers, name="peers")), "given")
+
+
 def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: int) -> HardwareProfile:
     values: dict[str, Any] = {key: int(figure.value) if key in _WHOLE else figure.value for key, figure in figures.items()}
     source = {key: figure.source for key, figure in figures.items()}
     source["disk_duplex"] = "reads and writes share an SSD: LoHan, section IV-D" if figures["disk_capacity_bytes"].value else "none"
-    return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, source=source, **values)
+    return HardwareProfile(name=name, disk_duplex=duplex, world_size=count, gathers_in_place=count > 1, source=source, **values)
 
 
 # ---- the papers' machines ------------------------------------------------------------------------
@@ -193,13 +207,26 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
 }
 
 
+_BOX = "a common box (assumed)"
+BOXES: dict[str, PaperMachine] = {
+    "2x-rtx4090": PaperMachine(where=_BOX, device="rtx4090", host="server-ddr4", host_gib=128, count=2, disk="p5510"),
+    "4x-rtx4090": PaperMachine(where=_BOX, device="rtx4090", host="server-ddr4", host_gib=256, count=4, disk="p5510x2"),
+    "8x-rtx4090": PaperMachine(where=_BOX, device="rtx4090", host="server-ddr4", host_gib=512, count=8, disk="p5510x4"),
+    "8x-a100": PaperMachine(where=_BOX, device="a100-80", host="server-ddr4", host_gib=1024, count=8, disk="p5510x4"),
+    "8x-h100": PaperMachine(where=_BOX, device="h100", host="server-ddr5", host_gib=2048, count=8, disk="p5510x8"),
+}
+"""Boxes with several devices: devices of one kind, the links of that kind, drives."""
+
+
 def paper_machine(
     name: str, *, host_memory: str | int | None = None, disk: str | None = None, count: int | None = None
 ) -> HardwareProfile:
-    """A machine of one of the papers; the paper's measurements replace datasheet figures.
+    """A machine of one of the papers, or a box with several devices.
+
+    The paper's measurements replace datasheet figures.
 
     Args:
-        name: A name of :data:`PAPER_MACHINES`.
+        name: A name of :data:`PAPER_MACHINES` or :data:`BOXES`.
         host_memory: Host memory instead of the paper's, which papers vary.
         disk: Disk instead of the paper's.
         count: Number of devices instead of the paper's.
@@ -207,7 +234,7 @@ def paper_machine(
     Raises:
         ConfigError: A name is unknown.
     """
-    paper = find("machine", PAPER_MACHINES, name)
+    paper = find("machine", {**PAPER_MACHINES, **BOXES}, name)
     world = paper.count if count is None else count
     chosen = machine(
         device=paper.device,
