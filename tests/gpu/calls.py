@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("test_lanes.py", "test_device_weights.py", "test_device_updates.py", "test_activations.py", "test_training.py",
-         "test_out_of_memory.py")  # fmt: skip  # lanes first: all others need them
+         "test_out_of_memory.py", "test_ranks.py")  # fmt: skip  # lanes first: all others need them
 WITHOUT_PLANNER = (
     "peak",
     "overhead",

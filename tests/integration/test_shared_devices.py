@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from support import ranks
-from support.cuda import StandIn
+from support.cuda import OneGpu
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -49,18 +49,10 @@ def test_a_block_that_changes_its_weights_is_named(tmp_path: Path) -> None:
         assert "UnsupportedError code has changed weights of block 'layers.1'" in output
 
 
-class SharedGpu(StandIn):
-    """One GPU, and as many ranks on it as the Trainer has devices."""
-
-    @classmethod
-    def get_parallel_devices(cls, devices: int) -> list[torch.device]:
-        return [torch.device("cuda", 0)] * devices
-
-
 def test_ranks_that_share_a_device_are_told_how_much_memory_each_has(tmp_path: Path) -> None:
     def trainer(**options: Any) -> pl.Trainer:
         strategy = HeteroOffloadStrategy("host", **options)
-        return pl.Trainer(accelerator=SharedGpu(), devices=2, strategy=strategy, default_root_dir=tmp_path)
+        return pl.Trainer(accelerator=OneGpu(), devices=2, strategy=strategy, default_root_dir=tmp_path)
 
     with pytest.raises(ConfigError, match=r"cuda:0, cuda:0: several of them on one.* Pass device_memory"):
         trainer()

@@ -59,6 +59,17 @@ class StandIn(Accelerator):
         return "standin"
 
 
+class OneGpu(StandIn):
+    """A real GPU, which all ranks of the Trainer share."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device)
+
+    @classmethod
+    def get_parallel_devices(cls, devices: int) -> list[torch.device]:
+        return [torch.device(cls.kind, 0)] * devices
+
+
 def stand_in(kind: str) -> StandIn:
     """The same for devices of another kind: Lightning asks the class for them."""
     made: StandIn = type("StandIn", (StandIn,), {"kind": kind})()

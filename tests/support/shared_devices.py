@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
 from support import shared_model
-from support.cuda import StandIn, standing_in
+from support.cuda import OneGpu, StandIn, standing_in
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 from support.streams import FakeCuda
 
@@ -92,6 +93,44 @@ def trains_as_in_one_process_at_random(out: Path, first: int, number: int) -> No
         except AssertionError as error:
             error.add_note(f"seed {seed}: {kind!r}, {flags}, {plan}")
             raise
+
+
+def reference_on(device: str) -> Any:
+    """As ``reference``, with forward and backward on a device, and sums and updates on the CPU."""
+    plain = model()
+    plain.offset.zero_()  # the first rank's
+    optimizer, there = plain.configure_optimizers(), deepcopy(plain).to(device)
+    for step, every in enumerate(zip(*map(batches, range(WORLD)), strict=True)):
+        totals = [torch.zeros_like(param, dtype=torch.float64) for param in plain.parameters()]
+        for rank, batch in enumerate(every):
+            there.load_state_dict(plain.state_dict())
+            there.zero_grad()
+            loss = there.loss(batch.to(device), step)
+            loss.backward()
+            for total, param in zip(totals, there.parameters(), strict=True):
+                total += 0 if param.grad is None else param.grad.double().cpu()
+            if rank == RANK:
+                plain.losses.append(loss.item())
+        for total, param, one in zip(totals, plain.parameters(), there.parameters(), strict=True):
+            param.grad = None if one.grad is None else (total / WORLD).to(param.dtype)
+        optimizer.step()
+    return plain
+
+
+def trains_as_its_devices_compute(out: Path) -> None:
+    """The bits of gradients that one such device has computed, summed and used on the CPU."""
+    kind = "cpu" if shared_model.DEVICE is not None else shared_model.ACCELERATOR.kind
+    for plan in ("host", MIXED):
+        shared = model(seed=5 + RANK)
+        memory = {} if shared_model.DEVICE is not None else {"device_memory": "1GiB"}
+        trainer(out, on_device(plan, **memory)).fit(shared, batches())
+        same(shared, reference_on(kind))
+
+
+def on_one_gpu(_: Path) -> None:
+    """From here on all ranks compute on the first GPU."""
+    shared_model.ACCELERATOR, shared_model.DEVICE = OneGpu(), None
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def is_made_in_slices(out: Path) -> None:
