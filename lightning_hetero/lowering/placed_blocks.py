@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.ir.activations import SavedBytes, saved_bytes
 from lightning_hetero.ir.model import BlockShape, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import Updates
+from lightning_hetero.ir.schedule import StepSignature, Updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +167,21 @@ def updates_in_backward(plan: Plan, updates: Updates) -> bool:
         updates: When they may run.
     """
     return updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
+
+
+def waits_for_step(placed: PlacedBlock, signature: StepSignature, ranks: int) -> bool:
+    """Whether gradients stay on each of several ranks, and are reduced in a later batch.
+
+    In batches that only accumulate, those of blocks that are used outside repeated ones do. They
+    are whole on every rank at the peak anyway. Which blocks these are follows from the model, so
+    the sum does not depend on the plan.
+
+    Args:
+        placed: The block.
+        signature: The step.
+        ranks: Ranks that share the model.
+    """
+    return ranks > 1 and placed.shape.pinned and signature.updates is Updates.NONE
 
 
 def speculates(plan: Plan, updates: Updates) -> bool:

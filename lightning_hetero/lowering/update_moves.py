@@ -11,7 +11,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSi
 from lightning_hetero.lowering.activation_moves import ActivationMoves
 from lightning_hetero.lowering.chains import Carried, Issue, earlier_reduce
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
-from lightning_hetero.lowering.placed_blocks import PlacedBlock, speculates, updates_in_backward
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, speculates, updates_in_backward, waits_for_step
 from lightning_hetero.lowering.weight_cache import Uses
 from lightning_hetero.lowering.weight_moves import WeightMoves
 
@@ -77,7 +77,7 @@ class UpdateMoves:
             return
         if self._signature.updates is not Updates.NONE:
             self._weights.outdate(block)
-        if self._activations is not None and placed.on_cpu:
+        if self._activations is not None and placed.on_cpu and not waits_for_step(placed, self._signature, self._ranks):
             self._grad(index, block)
         if self._ranks == 1:
             self._update_early(index, block)

@@ -266,10 +266,12 @@ class Handlers:
         """Backward has ended: submits REDUCEs of what no REDUCE has taken."""
         if self._slices is None:
             return
+        # Of batches that accumulate, the last one reduces those of pinned blocks.
+        blocks = [block for block in self._blocks if self._batch.armed is not None or not block.spec.pinned]
         after, side = list[Event](), self._side
         if side is not None:  # gradients that are on their way
-            after = [end for b in self._blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
-        for block in self._slices.gradients.left():
+            after = [end for b in blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
+        for block in self._slices.gradients.left(blocks):
             self._submit_now(OpKind.REDUCE, block, Lane.NET, after, Payload.GRADIENTS)
 
     def _submit_now(

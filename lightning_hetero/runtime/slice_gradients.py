@@ -20,7 +20,7 @@ all ranks know the same (:meth:`SliceGradients.are_complete`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -199,18 +199,21 @@ class SliceGradients:
         """
         return block.index in self._backward.reduced
 
-    def left(self) -> list[Block]:
-        """Backward has ended: the blocks that need a REDUCE, the same ones on all ranks."""
+    def left(self, among: Collection[Block]) -> list[Block]:
+        """Backward has ended: the blocks that need a REDUCE, the same ones on all ranks.
+
+        Gradients of blocks that are not ``among`` them stay where they are.
+        """
         backward = self._backward
-        if backward.has_ended or not backward.trained:
+        blocks = [block for block in backward.trained if block in among]
+        if backward.has_ended or not blocks:
             return []
         backward.has_ended = True
-        for block in backward.trained:
+        for block in blocks:
             if block.index not in backward.left_compute:
                 backward.take(block, self._take(block))
         # One at least, because only the lane knows which were early on other ranks.
-        blocks = [block for block in reversed(backward.trained) if block.index not in backward.submitted]
-        return blocks or [backward.trained[0]]
+        return [block for block in reversed(blocks) if block.index not in backward.submitted] or blocks[:1]
 
     def _take(self, block: Block) -> _Taken:
         """The block's gradients, which leave their parameters."""

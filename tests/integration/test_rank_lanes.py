@@ -10,6 +10,11 @@ SCRIPT = Path(ranks.__file__).with_name("rank_lanes.py")
 
 
 def test_traces_are_those_of_the_simulator_and_collectives_overlap_with_compute(tmp_path: Path) -> None:
-    scenarios = ("waits_for_ranks_that_lack_gradients", "sees_what_is_simulated", "computes_meanwhile")
+    scenarios = (
+        "reduces_once_what_stays_whole",
+        "waits_for_ranks_that_lack_gradients",
+        "sees_what_is_simulated",
+        "computes_meanwhile",
+    )
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2

@@ -123,6 +123,13 @@ def computes_meanwhile(out: Path) -> None:
     assert update.start_s < reduce.end_s
 
 
+def reduces_once_what_stays_whole(out: Path) -> None:
+    """Of batches that accumulate, the last one alone reduces the embedding and the head."""
+    trace, _ = traced(out, Plan(name="host", blocks=(BlockPlan(name="*"),)), accumulate_grad_batches=2)
+    for block, times in (("embed", 1), ("layers.1", 2), ("head", 1)):
+        assert sum(span.name == f"REDUCE gradients {block}" and span.step == 1 for span in trace.spans) == times
+
+
 def waits_for_ranks_that_lack_gradients(out: Path) -> None:
     """What one rank knows to be complete and another does not is summed after backward; until then
     no update may take it for complete.

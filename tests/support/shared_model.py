@@ -181,29 +181,34 @@ def reference(
         plain.load_state_dict(begin["state_dict"])
         optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
     kept: dict[nn.Parameter, Tensor] = {}
+    repeated, outside = set(plain.layers.parameters()), [dict[nn.Parameter, Tensor]() for _ in range(WORLD)]
     rows = [*islice(zip(*map(batches, range(WORLD)), strict=True), number)] * epochs
     for step, every in enumerate(rows):
-        gradients = []
+        gradients, ends = [], not (step + 1) % accumulate
         for rank, batch in enumerate(every):
             for param in plain.parameters():
                 param.grad = None
             with torch.autocast("cpu", torch.bfloat16 if scaler is None else torch.float16, enabled=mixed):
                 loss = plain.loss(batch, step)
             (loss / accumulate if scaler is None else scaler.scale(loss / accumulate)).backward()
-            gradients.append({p: p.grad for p in plain.parameters() if p.grad is not None})
+            own = {p: p.grad for p in plain.parameters() if p.grad is not None}
+            for param in own.keys() - repeated:  # each rank adds up those of the embedding and the head
+                outside[rank][param] = own[param] if param not in outside[rank] else outside[rank][param] + own[param]
+            gradients.append({p: own[p] for p in own if p in repeated} | (outside[rank] if ends else {}))
             if rank == RANK:
                 plain.losses.append(loss.item())
         for param in dict.fromkeys(p for one in gradients for p in one):
             total = sum(one[param].double() if param in one else torch.zeros_like(param, dtype=torch.float64) for one in gradients)
             mean = (total / WORLD).to(param.dtype)
             kept[param] = mean if param not in kept else kept[param] + mean
-        if (step + 1) % accumulate:
+        if not ends:
             continue
         for param in plain.parameters():
             param.grad = kept.get(param)
         for one in (optimizer, *others):
             _clip_and_step(one, clip, by_value, scaler)
-        kept.clear()
+        for sums in (kept, *outside):
+            sums.clear()
     plain.__dict__["made"] = optimizer
     return plain
 

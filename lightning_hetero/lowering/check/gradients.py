@@ -7,7 +7,7 @@ from lightning_hetero.lowering.chains import earlier_reduce
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.lower import last_gradients
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placed_blocks import updates_in_backward
+from lightning_hetero.lowering.placed_blocks import updates_in_backward, waits_for_step
 
 
 def host_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
@@ -78,6 +78,8 @@ def device_ends(h: History) -> None:
     """No gradients for the CPU stay on the device."""
     for block in dict.fromkeys(h.schedule.signature.order):
         if not (h.schedule.signature.training and h.placed[block].on_cpu):
+            continue
+        if waits_for_step(h.placed[block], h.schedule.signature, h.ranks):
             continue
         if block not in h.grads:
             h.fail("gradients", None, block, "is updated by the CPU, and its gradients stay on the device")
