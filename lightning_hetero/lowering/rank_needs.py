@@ -31,7 +31,8 @@ def whole_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) ->
 def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
     """Host memory for whole weights and gradients, and room to exchange them; 0 for one rank.
 
-    Whole gradients are those of one block, and of all pinned ones until backward has ended.
+    Whole gradients are those of two blocks, one in backward and one that is being reduced, and of
+    all pinned ones.
 
     Args:
         plan: The resolved plan.
@@ -45,7 +46,7 @@ def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: 
     stay = sum(more * b.weight_bytes for b, p in zip(model.blocks, plan.blocks, strict=True) if p.weights is Tier.DEVICE)
     sizes = [b.gradient_bytes * ranks for b in model.blocks]
     pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
-    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 3 * max(sizes, default=0)
+    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 4 * max(sizes, default=0)
 
 
 def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:

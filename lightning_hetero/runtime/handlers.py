@@ -264,14 +264,14 @@ class Handlers:
 
     def reduce_left(self) -> None:
         """Backward has ended: submits REDUCEs of what no REDUCE has taken."""
-        if self._slices is None:
+        slices, side, after = self._slices, self._side, list[Event]()
+        if slices is None:
             return
         # Of batches that accumulate, the last one reduces those of pinned blocks.
         blocks = [block for block in self._blocks if self._batch.armed is not None or not block.spec.pinned]
-        after, side = list[Event](), self._side
         if side is not None:  # gradients that are on their way
             after = [end for b in blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
-        for block in self._slices.gradients.left(blocks):
+        for block in slices.gradients.left(blocks):
             self._submit_now(OpKind.REDUCE, block, Lane.NET, after, Payload.GRADIENTS)
 
     def _submit_now(
@@ -359,8 +359,7 @@ class Handlers:
 
     def _release_others(self, op: Op) -> Run | None:
         """RELEASE on several ranks: of what is not the rank's slice."""
-        block = self._blocks[op.block]
-        return None if block.uses else partial(_done, self._on_ranks.release(block))
+        return None if self._blocks[op.block].uses else partial(_done, self._on_ranks.release(self._blocks[op.block]))
 
     def _reduce(self, op: Op) -> Run | None:
         """REDUCE; of the schedule's, those after backward have been submitted as it ended."""
