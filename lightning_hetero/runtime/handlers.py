@@ -373,8 +373,7 @@ class Handlers:
 
     def _await_reduced(self, block: int, slices: Slices) -> None:
         """An update looks at the block's gradients: see [Note: REDUCE on its lane]."""
-        end = self.ends.get((OpKind.REDUCE, block))
-        if end is not None:
+        if (end := self.ends.get((OpKind.REDUCE, block))) is not None:
             end.wait()
         if self._updater.verdict is not None and not slices.gradients.are_complete(self._blocks[block]):
             slices.collectives.settle()
@@ -383,9 +382,8 @@ class Handlers:
         """AGREE: all ranks have come here, and have the record of the step before."""
         collectives, files = self._on_ranks.collectives, self._store.files
         meeting = partial(collectives.met, collectives.announce(str(op.kind), op.block))
-        if files.others is None:
-            return partial(_done, meeting)
-        return partial(_done, partial(files.others.agree, meeting, files.step, files.last_commit))
+        others = files.others
+        return partial(_done, meeting if others is None else partial(others.agree, meeting, files.step, files.last_commit))
 
     def _free(self, op: Op) -> Run | None:
         """RELEASE on the device."""
