@@ -35,7 +35,6 @@ from lightning_hetero.strategies.devices import check_kind, process_group_of
 from lightning_hetero.strategies.namespaces import Lightning, callbacks_of, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
-from lightning_hetero.strategies.option_checks import Choices
 from lightning_hetero.strategies.precision import compute_on
 from lightning_hetero.strategies.resume import State, is_store
 from lightning_hetero.untyped import Function
@@ -146,11 +145,16 @@ class HeteroOffloadRanks(_Base):
                 raise self._refusal(
                     f"disk_path={str(choices.options.disk_path)!r} on devices with memory of their own", "Leave disk_path out."
                 )
-        for name, value in _given(choices).items():
-            if value:
-                raise self._refusal(f"{name}={value!r}", f"Leave {name} out.")
+        if choices.verify:
+            raise self._refusal(
+                f"verify={choices.verify!r}, whose reference is a whole copy that does not know the gradients of other ranks,",
+                "Leave verify out.",
+            )
+        if choices.link_checkpoints:
+            raise self._refusal(f"link_checkpoints={choices.link_checkpoints!r}", "Leave link_checkpoints out.")
         if self._layer_sync is not None:
-            raise self._refusal("sync_batchnorm=True", "Leave it out.")
+            why = ", which torch's SyncBatchNorm does not do on a CPU," if self.root_device.type == "cpu" else ""
+            raise self._refusal(f"sync_batchnorm=True{why}", "Leave it out.")
         if hasattr(self._checkpoint_io, "attach"):
             raise self._refusal("LocalFirst, which saves on every rank", "Leave it out: checkpoints are ordinary files.")
         if (precision := str(self.precision_plugin.precision)) not in _PRECISIONS:
@@ -266,13 +270,6 @@ def share_buffers(run: OffloadRun) -> None:
             session.options.collectives.broadcast(here)
             if here is not buffer:
                 buffer.copy_(here)
-
-
-def _given(choices: Choices) -> dict[str, object]:
-    """Options that only one process has."""
-    return {
-        "link_checkpoints": choices.link_checkpoints, "verify": choices.verify,
-    }  # fmt: skip
 
 
 def _unshared(module: nn.Module) -> str:

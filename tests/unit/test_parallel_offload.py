@@ -19,6 +19,7 @@ from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, Unsuppo
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.parallel import replicas
 from lightning_hetero.parallel.elastic import Elastic
+from lightning_hetero.parallel.strategies.hetero_parallel_offload import held_once
 from lightning_hetero.strategies import (
     HeteroParallelFsdpStrategy,
     HeteroParallelOffloadStrategy,
@@ -227,3 +228,12 @@ class Adam(BoringModel):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.1, fused=True)
+
+
+def test_alike_ranks_of_one_machine_are_told_to_hold_the_model_once() -> None:
+    cpu, everywhere = torch.device("cpu"), HeteroOffloadStrategy("host").run.choices
+    assert "devices=3" in held_once(["a"] * 3, everywhere, cpu)
+    assert not held_once(["a", "b"], everywhere, cpu)
+    assert not held_once(["a", "a"], None, cpu)
+    assert not held_once(["a", "a"], everywhere, torch.device("cuda", 0))
+    assert not held_once([], everywhere, cpu)

@@ -10,12 +10,14 @@ hook or plugin sees them. The updates then overlap with the next forward.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     class _Base(Offloading, DDPStrategy): ...
 else:
     _Base = Offloading
+
+log = logging.getLogger(__name__)
 
 _SUMMED = "gradients are averaged over ranks"
 # Options of hetero_offload that no rank has: the group has some, and one process alone the others.
@@ -208,6 +212,8 @@ class HeteroParallelOffload(_Base):
             self._check_names()
             self.run.choose(self._own())
             self._chosen = True
+            if self.is_global_zero and (advice := held_once(self.uneven.names, self._everywhere, self.root_device)):
+                log.warning("%s", advice)
         self.run.use_device(self.root_device)
         if self.run.options.device is not None and self.run.autoplan is not None:
             raise UnsupportedError(
@@ -350,6 +356,22 @@ def is_for_all(offload: Any) -> bool:
         )
     named = any(isinstance(who, int) for who in offload) or all(how is True or isinstance(how, Mapping) for how in offload.values())
     return not named
+
+
+def held_once(nodes: Sequence[str], everywhere: Choices | None, device: torch.device) -> str:
+    """What to use so that ranks do not each hold a copy; empty if they have to.
+
+    Args:
+        nodes: The node of each rank.
+        everywhere: How all ranks train, if all offload by the same options.
+        device: That of this rank.
+    """
+    if everywhere is None or len(nodes) < 2 or len(set(nodes)) > 1 or device.type != "cpu":
+        return ""
+    return (
+        f"{len(nodes)} ranks of one machine hold a copy of the model each. With batches of one size they can hold it together: "
+        f'Trainer(strategy="hetero_offload", devices={len(nodes)}).'
+    )
 
 
 def class_for(lightning: Lightning) -> type[HeteroParallelOffload]:
