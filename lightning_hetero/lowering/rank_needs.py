@@ -9,6 +9,10 @@ from dataclasses import replace
 
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
+from lightning_hetero.units import MIB
+
+EXCHANGE_BYTES = 8 * MIB
+"""Gradients that a rank sends in one transfer; it receives as many."""
 
 
 def whole_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
@@ -45,8 +49,9 @@ def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: 
     more = 0 if in_place else ranks - 1
     stay = sum(more * b.weight_bytes for b, p in zip(model.blocks, plan.blocks, strict=True) if p.weights is Tier.DEVICE)
     sizes = [b.gradient_bytes * ranks for b in model.blocks]
+    largest = max(sizes, default=0)
     pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
-    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 4 * max(sizes, default=0)
+    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 2 * (largest + min(largest, EXCHANGE_BYTES))
 
 
 def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
@@ -58,7 +63,7 @@ def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place:
         return 0
     sizes = sorted(b.gradient_bytes * ranks for b in model.blocks)
     others = 0 if in_place else (ranks - 1) * sum(b.weight_bytes for b in model.blocks)
-    return others + sum(sizes[-plan.gradient_depth :]) + 2 * max(sizes, default=0)
+    return others + sum(sizes[-plan.gradient_depth :]) + 2 * min(max(sizes, default=0), EXCHANGE_BYTES)
 
 
 def whole_of(model: ModelShape, ranks: int) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -147,15 +147,23 @@ class Budgets:
 
     @property
     def present_bytes(self) -> int:
-        """Weights, their scales and optimizer state that are in memory now."""
+        """A rank's weights, their scales and optimizer state that are in memory now."""
         there = [b for b in self.blocks if b.resident and self._setup.is_set(b)]
         scales = self._scale_bytes if self.options.device is None else 0
         if self.executor is None:
-            return scales + sum(p.weight_bytes for b in there for p in b.parts)
-        weights = scales + sum(p.weight_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)
+            return scales + sum(p.slice_bytes for b in there for p in b.parts)
+        weights = scales + sum(p.slice_bytes for b in there if self.executor.residency.is_on_host(b) for p in b.parts)
         away = (Tier.DISK,) if self.options.device is None else (Tier.DISK, Tier.DEVICE)
         rows = zip(self.executor.model.blocks, self.blocks, strict=True)
         return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
+
+    @property
+    def shared_bytes(self) -> Callable[[], int] | None:
+        """Says how much of the weights that ranks share is this rank's; ``None`` if they do not."""
+        if self.file is None:
+            return None
+        rows = [(block, sum(part.slice_bytes for part in block.parts)) for block in self.blocks]
+        return lambda: sum(size for block, size in rows if block.resident)
 
     def _room_for_copies(self) -> float:
         """Host memory for copies: the rest of the budget, or most of the free memory."""

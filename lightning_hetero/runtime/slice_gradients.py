@@ -20,7 +20,7 @@ all ranks know the same (:meth:`SliceGradients.are_complete`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,10 +29,12 @@ from torch import Tensor, nn
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES
 from lightning_hetero.runtime.device.gradients import Claim, HostGradients, check_dense
 from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
+from lightning_hetero.store.raw_memory import own_memory
 
 
 @dataclass(eq=False, slots=True)
@@ -159,7 +161,7 @@ class SliceGradients:
         self._collectives, self._leaving = collectives, leaving
         self._held: dict[int, SliceGradient] = {}  # by the parameter's ``id``
         self._backward = _Backward(())  # the last one
-        self._buffers: dict[str, Tensor] = {}  # for what is sent and received, as large as the largest part
+        self._buffers: dict[str, Tensor] = {}  # for what is sent and received
 
     # ---- backward --------------------------------------------------------------------------------
 
@@ -256,29 +258,32 @@ class SliceGradients:
         backward.reduced.add(block.index)
 
     def _reduce_part(self, part: Part, indices: Sequence[int], gradients: _Gradients) -> None:
-        whole, received = (self._buffer(name, part) for name in ("sent", "received"))
-        whole.zero_()
-        runs, summed = part.runs(whole), list[SliceGradient]()
+        flats, summed = dict[int, Tensor](), list[SliceGradient]()
         for index in indices:
             key = id(part.params[index])
             if key in gradients:
                 held, grad = gradients.pop(key)
-                part.shaped(index, runs[index]).copy_(grad)
-                del grad  # its memory is for the next block's
+                flats[index] = part.flat(index, grad, part.dtype)
             else:
                 held = self._held.setdefault(key, SliceGradient(part, index))
             summed.append(held)
-        own = torch.empty(part.slice_elements, dtype=part.dtype)
-        self._collectives.reduce(own, whole, received, divisor=part.own.ranks)
+        own = own_memory(part.slice_elements, part.dtype)
+        most = EXCHANGE_BYTES // (part.own.ranks * part.dtype.itemsize)
+        for start in range(0, part.slice_elements, most):
+            length = min(most, part.slice_elements - start)
+            sent, received = (self._buffer(name, length * part.own.ranks, part.dtype) for name in ("sent", "received"))
+            for rank, row in enumerate(sent.view(part.own.ranks, length)):
+                _fill(row, part, flats, rank * part.slice_elements + start)
+            self._collectives.reduce(own[start : start + length], sent, received, divisor=part.own.ranks)
         for held in summed:
             start, length = part.pieces[held.index]
             held.add(own[start : start + length] if length else own[:0])
 
-    def _buffer(self, name: str, part: Part) -> Tensor:
-        num_bytes = part.num_elements * part.dtype.itemsize
+    def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        num_bytes = numel * dtype.itemsize
         if name not in self._buffers or self._buffers[name].nbytes < num_bytes:
             self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._buffers[name][:num_bytes].view(part.dtype)
+        return self._buffers[name][:num_bytes].view(dtype)
 
     # ---- between backward and the update ---------------------------------------------------------
 
@@ -374,6 +379,16 @@ class SliceClaim:
 
     def give_up(self) -> None:
         """The update will not come; the gradients go with this object."""
+
+
+def _fill(row: Tensor, part: Part, flats: Mapping[int, Tensor], first: int) -> None:
+    """Fills memory with what gradients have from element ``first`` of their part on, else zeros."""
+    row.zero_()
+    for index, flat in flats.items():
+        offset = part.offsets[index]
+        begin, end = max(offset, first), min(offset + flat.numel(), first + row.numel())
+        if begin < end:
+            row[begin - first : end - first].copy_(flat[begin - offset : end - offset])
 
 
 def _trained(block: Block) -> list[tuple[Part, int]]:

@@ -41,11 +41,16 @@ def _meminfo(proc: Path, key: str) -> int:
     return 1024 * next(int(row[1]) for row in rows if row[0] == f"{key}:")
 
 
-def resident_bytes() -> int:
-    """Bytes of host memory that this process holds now. Source: proc(5), ``statm``."""
+def resident_bytes(*, shared: bool = True) -> int:
+    """Bytes of host memory that this process holds now. Source: proc(5), ``statm``.
+
+    Args:
+        shared: With the pages of files and those that other processes may have, too.
+    """
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     try:
-        return int(os.read(statm, 256).split()[1]) * resource.getpagesize()
+        _, resident, in_files, *_ = map(int, os.read(statm, 256).split())
+        return (resident if shared else resident - in_files) * resource.getpagesize()
     finally:
         os.close(statm)
 

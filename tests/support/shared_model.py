@@ -37,6 +37,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EmulatedDevice, EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
+from lightning_hetero.runtime import slice_gradients
 from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -417,6 +418,8 @@ def run_scenarios(known: Mapping[str, Any], *, poison: bool = WORLD == 3) -> Non
     warnings.filterwarnings("error", r"`torch\.distributed\.all_gather", FutureWarning)
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(poison))
+    if WORLD == 3:
+        slice_gradients.EXCHANGE_BYTES = 1000  # a block's gradients are exchanged in many pieces
     for word in sys.argv[2:]:
         name, *numbers = word.split(":")
         known[name](Path(sys.argv[1]), *map(int, numbers))

@@ -44,9 +44,9 @@ def pages_of_weights() -> int:
 
 def all_told(number: float) -> list[float]:
     """What all ranks tell."""
-    told = torch.empty(WORLD, dtype=torch.float64)
-    dist.all_gather_into_tensor(told, torch.tensor([number], dtype=torch.float64))
-    return told.tolist()
+    told: list[Any] = [None] * WORLD
+    dist.all_gather_object(told, number)
+    return told
 
 
 def pages_exist_once(out: Path) -> None:
