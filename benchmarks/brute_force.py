@@ -76,13 +76,16 @@ def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
     tiers = [t for t in Tier if t is not Tier.DISK or hardware.disk_capacity_bytes]
     found = []
     for weights, state, update, (inner, boundary) in product(tiers, tiers, UpdateLane, saved):
-        if block.pinned and (weights is Tier.DISK or (weights is not Tier.DEVICE and not hardware.shared_memory)):
+        if block.pinned and (weights is Tier.DISK or (weights is not Tier.DEVICE and hardware.copies_weights)):
             continue
         if not block.num_trainable_params and (state, update) != (Tier.HOST, UpdateLane.CPU):
             continue
         if not hardware.shared_memory and (state, update) == (Tier.DEVICE, UpdateLane.CPU):
             continue  # the CPU updates what is in host memory
-        if hardware.shared_memory and Tier.DEVICE in (weights, state) and (weights, state) != (Tier.DEVICE, Tier.DEVICE):
+        if hardware.ranks > 1 and (state is Tier.DEVICE or update is UpdateLane.DEVICE):
+            continue  # each rank updates its slice on the CPU
+        both = (weights, state) == (Tier.DEVICE, Tier.DEVICE)
+        if not hardware.copies_weights and Tier.DEVICE in (weights, state) and not both:
             continue  # one memory, by another name
         with suppress(ConfigError):
             found.append(BlockPlan(name=block.name, weights=weights, state=state, update=update, saved=inner, boundary=boundary))
@@ -175,11 +178,12 @@ def _fastest(case: SmallCase, kinds: Sequence[Plan]) -> Fastest:
 
 
 def small_cases(
-    count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False, unified: bool = False
+    count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False, unified: bool = False, ranks: bool = False
 ) -> Iterator[SmallCase]:
     """Models of 1 to 3 blocks, mostly large ones, on random machines, within a number of plans.
 
-    With ``unified`` the device of each machine is in the host's memory.
+    With ``unified`` the device of each machine is in the host's memory. With ``ranks`` model and
+    machine are those of one of 2 to 4 ranks, which compute on the host's own CPU.
     """
     number = attempt = 0
     while number < count:
@@ -189,6 +193,8 @@ def small_cases(
         hardware = _machine(rng, model)
         if unified:
             hardware = _in_one_memory(rng, hardware, model)
+        if ranks:
+            model, hardware = _of_one_rank(rng, model, hardware)
         if zero_rates:
             hardware = replace(hardware, **dict.fromkeys(rng.sample(RATES, rng.randint(1, 2)), 0.0))
         if 2 * prod(len(rules(b, hardware)) for b in model.blocks) > most_plans:
@@ -222,6 +228,21 @@ def _model(rng: random.Random) -> ModelProfile:
         name="small", tokens=8, compute_itemsize=rng.choice((2, 2, 4)), constant_device_bytes=0, constant_host_bytes=0,
         blocks=tuple(blocks),
     )  # fmt: skip
+
+
+def _of_one_rank(rng: random.Random, model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
+    """One rank's slices, and its share of a machine that has about what ranks need beside them."""
+    number, shapes = rng.randint(2, 4), model.shape().blocks
+    weights, gradients = sum(b.weight_bytes for b in shapes), max(b.gradient_bytes for b in shapes)
+    saved = sum(b.activation_bytes + b.transient_bytes for b in model.blocks)
+    own = sum(b.weight_bytes + b.gradient_bytes + b.state_bytes for b in model.slice_of(number).shape().blocks)
+    host = int(rng.uniform(0.6, 1.4) * (own + weights + 3 * gradients + saved))
+    share = replace(
+        hardware, ranks=number, collective_bytes_per_s=10 ** rng.uniform(8.5, 10.5), meeting_s=10 ** rng.uniform(-5, -3),
+        gathers_in_place=rng.random() < 0.5, host_memory_bytes=host, shared_memory=True, device_memory_bytes=host,
+        link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0,
+    )  # fmt: skip
+    return model.slice_of(number), share
 
 
 def _in_one_memory(rng: random.Random, hardware: HardwareProfile, model: ModelProfile) -> HardwareProfile:

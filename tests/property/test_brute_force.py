@@ -18,6 +18,7 @@ MOST_GAP = 0.05  # at which a search may stop although there is more to try
 CASES = [*small_cases(50, 0)][:: 1 if is_deep() else 2]
 ONE_MEMORY = [*small_cases(25, 4, most_plans=1300, unified=True)][:: 1 if is_deep() else 3]
 NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)][:: 1 if is_deep() else 3]
+RANKS = [*small_cases(25, 6, most_plans=1300, ranks=True)][:: 1 if is_deep() else 2]
 
 # More simulations only add plans to choose from, so few of them are tried first by default.
 FEW = 150
@@ -56,4 +57,9 @@ def test_the_same_where_device_and_host_have_one_memory() -> None:
 
 def test_the_same_if_the_machine_has_no_rate_for_some_work() -> None:
     for case in NO_RATE:
+        _check(case)
+
+
+def test_the_same_for_ranks_that_share_a_model() -> None:
+    for case in RANKS:
         _check(case)
