@@ -85,6 +85,7 @@ class Costs:
         least_offloaded: Fewest blocks that the CPU must update: all that are trained, where the
             device cannot.
         most_offloaded: Most blocks that the CPU can update: none, where it or the link cannot.
+        copies: Slices of a block that a device has, each of another rank's; the host has one.
     """
 
     forward_s: PerBlock
@@ -103,6 +104,7 @@ class Costs:
     host_memory_bytes: int
     least_offloaded: int
     most_offloaded: int
+    copies: int = 1
 
     @property
     def num_blocks(self) -> int:
@@ -131,15 +133,16 @@ def costs(model: ModelProfile, hardware: HardwareProfile) -> Costs:
 
     trained = [b.num_trainable_params for b in shape.blocks]
     first_trained = next((i for i, params in enumerate(trained) if params), len(trained))
+    copies = 1 if shared else hardware.ranks  # slices of several ranks, all of which a device has whole [inferred]
     linked = shared or (hardware.link_h2d_bytes_per_s > 0 and hardware.link_d2h_bytes_per_s > 0)
     return Costs(
         forward_s=PerBlock(b.forward_s for b in model.blocks),
         backward_s=PerBlock(b.backward_s for b in model.blocks),
-        upload_s=seconds((b.weight_bytes for b in shape.blocks), 0.0 if shared else hardware.link_h2d_bytes_per_s),
-        download_s=seconds((b.gradient_bytes for b in shape.blocks), 0.0 if shared else hardware.link_d2h_bytes_per_s),
+        upload_s=seconds((copies * b.weight_bytes for b in shape.blocks), 0.0 if shared else hardware.link_h2d_bytes_per_s),
+        download_s=seconds((copies * b.gradient_bytes for b in shape.blocks), 0.0 if shared else hardware.link_d2h_bytes_per_s),
         cpu_update_s=seconds(trained, hardware.cpu_update_params_per_s),
         device_update_s=seconds(trained, hardware.device_update_params_per_s),
-        weight_bytes=PerBlock(b.weight_bytes for b in shape.blocks),
+        weight_bytes=PerBlock(copies * b.weight_bytes for b in shape.blocks),
         state_bytes=PerBlock(b.state_bytes for b in shape.blocks),
         activation_bytes=PerBlock(b.activation_bytes for b in shape.blocks),
         boundary_bytes=PerBlock(b.boundary_bytes for b in shape.blocks),
@@ -147,8 +150,9 @@ def costs(model: ModelProfile, hardware: HardwareProfile) -> Costs:
         constant_host_bytes=model.constant_host_bytes,
         device_memory_bytes=hardware.device_memory_bytes,
         host_memory_bytes=hardware.host_memory_bytes,
-        least_offloaded=0 if hardware.device_update_params_per_s else len(trained) - first_trained,
+        least_offloaded=0 if hardware.device_update_params_per_s and hardware.ranks == 1 else len(trained) - first_trained,
         most_offloaded=len(trained) if linked and hardware.cpu_update_params_per_s else 0,
+        copies=copies,
     )
 
 
@@ -171,7 +175,7 @@ def host_bytes(k: Costs, offload_optimizer: int) -> int:
     Weights and gradients of a block share their place.
     """
     first, last = k.num_blocks - offload_optimizer, k.num_blocks
-    return int(k.weight_bytes.sum(first, last) + k.state_bytes.sum(first, last)) + k.constant_host_bytes
+    return int(k.weight_bytes.sum(first, last) / k.copies + k.state_bytes.sum(first, last)) + k.constant_host_bytes
 
 
 def forward_s(k: Costs, offload_optimizer: int) -> float:

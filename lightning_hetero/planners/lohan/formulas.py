@@ -76,6 +76,8 @@ class Quantities:
         boundary_bytes: A_interBlock, the inputs of all blocks that may swap, bytes.
         swapped_first_bytes: Bytes that are swapped before any layer is: 0 or ``boundary_bytes``.
         kept_flop: FLOP of one forward of pinned blocks, which backward never repeats.
+        copies: Slices that cross the link of one of several devices for each of its own: all of
+            them do [inferred].
     """
 
     forward_flop: float
@@ -93,6 +95,7 @@ class Quantities:
     boundary_bytes: float
     swapped_first_bytes: float = 0.0
     kept_flop: float = 0.0
+    copies: int = 1
 
     @property
     def dropped_flop(self) -> float:
@@ -140,6 +143,7 @@ def quantities(
         boundary_bytes=boundary,
         swapped_first_bytes=boundary if inter_block == "first" else 0.0,
         kept_flop=sum(b.forward_flop for b in model.blocks if b.pinned),
+        copies=hardware.ranks,
     )
 
 
@@ -159,7 +163,7 @@ def forward_s(q: Quantities, swapped_bytes: float) -> float:
     return max(
         q.forward_flop / q.flop_per_s,
         swapped_bytes / q.download_bytes_per_s,
-        q.weight_bytes / q.upload_bytes_per_s,
+        q.copies * q.weight_bytes / q.upload_bytes_per_s,
         q.disk_s(q.weight_bytes, spilled_bytes(swapped_bytes, q.host_bytes)),
     )
 
@@ -177,8 +181,8 @@ def backward_s(q: Quantities, swapped_bytes: float, recomputed: float) -> float:
     """
     return max(
         (2 * q.forward_flop + recomputed) / q.flop_per_s,
-        q.gradient_bytes / q.download_bytes_per_s,
-        (q.weight_bytes + swapped_bytes) / q.upload_bytes_per_s,
+        q.copies * q.gradient_bytes / q.download_bytes_per_s,
+        (q.copies * q.weight_bytes + swapped_bytes) / q.upload_bytes_per_s,
         q.disk_s(q.read_bytes + spilled_bytes(swapped_bytes, q.host_bytes), q.written_bytes),
     )
 

@@ -125,7 +125,7 @@ def _placed(model: ModelProfile, update_order: UpdateOrder) -> Plan:
 
 def _host_room(placed: Plan, model: ModelProfile, hardware: HardwareProfile) -> int:
     """MEM: host memory left beside weights, gradients, updates and the process, bytes."""
-    needs = needs_of(placed, model, shared_memory=False)
+    needs = needs_of(placed, model, shared_memory=False, ranks=hardware.ranks, gathers_in_place=hardware.gathers_in_place)
     return hardware.host_memory_bytes - sum(needs.host.values()) - max(needs.host_caches, default=0)
 
 
