@@ -215,8 +215,10 @@ class EngineLanes(Lanes):
 
     def close(self) -> None:
         """Ends the lanes; see :meth:`Lanes.close`."""
-        self._failures.closing.set()
         self._ops.clear()
         net, self._net = self._net, None
-        if net is not None:
-            close_queues([net])
+        try:
+            if net is not None:
+                close_queues([net])  # first, because other ranks are in the collectives that were submitted
+        finally:
+            self._failures.closing.set()

@@ -178,8 +178,13 @@ class QueuedLanes(Lanes):
             HeteroError: An op did not return in time; names it. Its thread is a daemon.
         """
         self._failures.owner.check("the device's lane")
-        with self._lock:
-            self._failures.closing.set()
+        net = self._queues.pop(Lane.NET, None)
+        try:
+            if net is not None:
+                close_queues([net])  # first, because other ranks are in the collectives that were submitted
+        finally:
+            with self._lock:
+                self._failures.closing.set()
         self._submitted.clear()
         close_queues(list(self._queues.values()))
         self._queues.clear()

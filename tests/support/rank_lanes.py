@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,20 @@ def waits_for_ranks_that_lack_gradients(out: Path) -> None:
         shared = model("rare", seed=5 + RANK)
         trainer(out).fit(shared, batches())
     same(shared, reference("rare"))
+
+
+def goes_on_after_an_error(out: Path) -> None:
+    """An error of all ranks ends the fit, and no thread is left in a collective."""
+
+    def fail(layer: Any, _: Any) -> None:
+        raise ValueError("a mistake in forward")
+
+    shared = model()
+    notes = Notes()
+    shared.layers[2].register_forward_pre_hook(lambda *of: fail(*of) if len(notes.schedules) == FIRST else None)
+    with pytest.raises(ValueError, match="a mistake in forward"):
+        trainer(out, callbacks=[notes]).fit(shared, batches())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning-hetero")]
 
 
 def _find(spans: list[Span], name: str) -> Span:
