@@ -282,7 +282,7 @@ class SliceGradients:
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         num_bytes = numel * dtype.itemsize
         if name not in self._buffers or self._buffers[name].nbytes < num_bytes:
-            self._buffers[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffers[name] = own_memory(num_bytes, torch.uint8)
         return self._buffers[name][:num_bytes].view(dtype)
 
     # ---- between backward and the update ---------------------------------------------------------

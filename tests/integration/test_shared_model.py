@@ -49,3 +49,4 @@ def test_ranks_that_use_other_blocks_end(tmp_path: Path) -> None:
 def test_ranks_end_when_one_is_killed(tmp_path: Path) -> None:
     for rank, output in enumerate(ranks.start(SCRIPT, tmp_path, "loses_a_rank", cwd=tmp_path, world=3, killed=2)[:2]):
         assert f"has failed on rank {rank} of 3: another rank has died or hangs" in output
+    assert not [name for name in os.listdir("/dev/shm") if "hetero" in name], "the memory that they shared is gone"
