@@ -87,6 +87,7 @@ class Collectives:
         self._lane = 0  # the thread of the lane
         self._last: Event | None = None  # the end of the last op there, which nobody has waited for
         self._failed = ""  # why the group cannot be used any more
+        self.why: Callable[[], str] = str  # why another rank has ended, if it has said so
         self._lock = Lock()
         self._coming: deque[Announced] = deque()  # ops that have not been met for, or not been begun
         self._met: deque[list[bool]] = deque()  # for the first of these: the flags that any rank has
@@ -214,6 +215,11 @@ class Collectives:
             with self._naming("RECEIVE", tensor):
                 dist.recv(tensor, group=self._group, group_src=source)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the group cannot be used any more."""
+        return bool(self._failed)
+
     def text_of_first(self, text: str) -> str:
         """Gives all ranks the first one's text."""
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
@@ -241,9 +247,10 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:
+            cause = self.why() or f"another rank has died or hangs, or the network has failed ({error})"
             self._failed = (
-                f"{what} of {tensor.nbytes} bytes has failed on rank {self.rank} of {self.ranks}: another rank has died "
-                f"or hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
+                f"{what} of {tensor.nbytes} bytes has failed on rank {self.rank} of {self.ranks}: {cause.rstrip('.')}. Start all "
+                f"ranks again; their logs say which was the first."
             )
             raise HeteroError(self._failed) from error
         if self._network is not None:

@@ -186,6 +186,13 @@ class HeteroOffloadRanks(_Base):
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one ends. Teardown must not rely on the engine."""
+        file, collectives = None if self.session is None else self.session.file, self.run.options.collectives
+        if file is not None and collectives is not None and not collectives.has_failed:
+            file.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
+        Offloading.on_exception(self, exception)
+
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""
         session = self.session

@@ -9,7 +9,15 @@ from support import ranks
 from support.children import Report, report_of
 
 SCRIPT = Path(ranks.__file__).with_name("shared_stores.py")
-CASES = ("moved", "2 ranks, plain, seed 1", "2 ranks, clipped, seed 2", "3 ranks, plain, seed 5")
+CASES = (
+    "moved",
+    "torchrun",
+    "a full disk",
+    "keep_every",
+    "2 ranks, plain, seed 1",
+    "2 ranks, clipped, seed 2",
+    "3 ranks, plain, seed 5",
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -64,6 +66,9 @@ POINTS: dict[str, tuple[Any, str, str]] = {
 }
 
 
+FAILED = Path("failed")  # with the rank: why it ended
+
+
 class Kill(NamedTuple):
     """Rank ``rank`` (-1: all of them) dies at a point, as it comes there for the n-th time."""
 
@@ -88,6 +93,14 @@ class Model(shared_model.Model):
         return loss
 
 
+class LosesDisk(pl.Callback):
+    """After the third step nothing can be written any more."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
 class Tells(pl.Callback):
     """Writes down which steps have ended, before the next one begins."""
 
@@ -98,16 +111,19 @@ class Tells(pl.Callback):
         self.file.write_text(str(trainer.global_step))
 
 
-def train(out: Path, rank: int, plan: Any, *, resume: bool, store: bool = True, steps: int = STEPS) -> None:
+def train(
+    out: Path, rank: int, plan: Any, *, resume: bool, store: bool = True, steps: int = STEPS, more: Sequence[pl.Callback] = (),
+    **options: Any,
+) -> None:  # fmt: skip
     """What a rank does."""
     torch.manual_seed(5)
     model = Model()
     torch.manual_seed(11 + rank)
     disk: dict[str, Any] = {"disk_path": out / "store"} if store else {}
-    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk)
+    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk, **options)
     trainer = shared_model.trainer(
         out, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.3 if out.name.endswith("clipped") else None,
-        accumulate_grad_batches=1, callbacks=[Tells(out / f"ended-{rank}")],
+        accumulate_grad_batches=1, callbacks=[*more, Tells(out / f"ended-{rank}")],
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3 + rank)
     data = torch.randint(0, 13, (BATCHES * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
@@ -152,9 +168,11 @@ def _be(rank: int, world: int, port: str, call: Callable[[int], None], kill: Kil
             _arm(kill)
         call(rank)
         code = 0
-    except BaseException:
+    except BaseException as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         traceback.print_exc()
         sys.stderr.flush()
+        FAILED.with_name(f"{FAILED.name}-{rank}").write_text(f"{type(error).__name__}: {error}")
     finally:
         os._exit(code)
 
@@ -275,10 +293,8 @@ def is_read_by_the_command(out: Path, first: Path) -> bool:
     same &= report.checked.startswith("3 ranks have training step 3")
     damaged = out / "damaged"
     shutil.copytree(out / "store", damaged)
-    slot = next(damaged.glob("rank-1-of-3/block-*.a"))
-    slot.write_bytes(slot.read_bytes()[:-1])
-    other = next(damaged.glob("rank-1-of-3/block-00000.b"))
-    other.write_bytes(other.read_bytes()[:-1])
+    for slot in damaged.glob("rank-1-of-3/block-*"):
+        slot.write_bytes(slot.read_bytes()[:-1])
     same &= any("rank-1-of-3: " in fault for fault in verify._stores(damaged).faults)
     shutil.rmtree(damaged / "rank-2-of-3")
     same &= any("the stores of ranks 2 are missing" in fault for fault in verify._stores(damaged).faults)
@@ -286,15 +302,67 @@ def is_read_by_the_command(out: Path, first: Path) -> bool:
     return same
 
 
+def loses_a_disk(root: Path) -> dict[str, Any]:
+    """One rank's disk is full; all ranks say whose, and go on from the step that all have."""
+    reference, out = root / "reference-2-plain", root / "loses"
+    out.mkdir()
+    run(2, lambda rank: train(out, rank, "disk", resume=False, more=[LosesDisk()] if rank else []))
+    first, second = (FAILED.with_name(f"{FAILED.name}-{rank}").read_text() for rank in range(2))
+    named = "rank 1 has ended with" in first and "rank-1-of-2" in first and "rank-1-of-2" in second
+    assert not any(run(2, lambda rank: train(out, rank, "host", resume=True)))
+    return {"reached": named, "differs": [first, second] if not named else [], "same": same_end(out, reference)}
+
+
+def keeps_some(root: Path) -> dict[str, Any]:
+    """With ``keep_every`` ranks go on from the last pin that all have."""
+    reference, out = root / "reference-2-plain", root / "some"
+    out.mkdir()
+    reached = 0
+    for resume, kill in [
+        (False, Kill(1, "once it knows the others' numbers", 5)), (True, Kill(0, "before it writes a record", 3)),
+        (True, Kill(1, "before it tells its number", 4)), (True, None),
+    ]:  # fmt: skip
+        statuses = run(2, lambda rank, resume=resume: train(out, rank, MIXED, resume=resume, keep_every=2), kill)
+        reached += any(map(was_killed, statuses))
+    assert not any(statuses), "a resume has failed"
+    return {"reached": reached, "differs": [], "same": same_end(out, reference)}
+
+
+def starts_again(root: Path) -> dict[str, Any]:
+    """torchrun starts the ranks again when one is killed, and they go on."""
+    reference, out = root / "reference-2-plain", root / "torchrun"
+    out.mkdir()
+    paths = [path for path in sys.path if path and Path(path) != Path(__file__).parent]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the restarted ranks would find the addresses of the dead
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run([*command, __file__, str(out), "rank"], env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {"reached": (out / "restarted").exists(), "differs": [], "same": same_end(out, reference)}
+
+
+def be_started(out: Path) -> None:
+    """A rank that torchrun has started."""
+    rank, again = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    torch.set_num_threads(1)
+    if again:
+        (out / "restarted").touch()
+    elif rank == 1:
+        _arm(Kill(1, "before it tells its number", 4))
+    train(out, rank, MIXED, resume=again)
+
+
 def main(root: Path) -> None:
     """Runs all cases, and prints what became of them."""
+    os.chdir(root)
     report = {"moved": moved(root)}
     for world, plan, seed, kind in [(2, MIXED, 1, "plain"), (2, "host", 2, "clipped"), (3, "disk", 5, "plain")]:
         report[f"{world} ranks, {kind}, seed {seed}"] = killed_and_resumed(
             root, world, plan, random_kills(seed, world, 3), kind=kind
         )
+    report |= {"torchrun": starts_again(root), "a full disk": loses_a_disk(root), "keep_every": keeps_some(root)}
     print(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1])) if len(sys.argv) == 2 else be_started(Path(sys.argv[1]))

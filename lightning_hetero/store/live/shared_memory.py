@@ -27,6 +27,7 @@ _ROOM_BYTES = 1 << 42  # for the addresses of all weights; only pages that are w
 _HUGE_PAGE = 2 * MIB
 _PIECE_BYTES = MIB
 _TOKEN_BYTES = 6  # a number that is exact as a float
+_NOTE_BYTES = 2048
 
 
 class Place(NamedTuple):
@@ -67,6 +68,15 @@ class SharedFile:
         self.place = place
         if os.pread(self.descriptor, _TOKEN_BYTES, 0) != place.token.to_bytes(_TOKEN_BYTES):
             raise OSError(errno.EREMOTE, os.strerror(errno.EREMOTE))
+
+    def note(self, text: str) -> None:
+        """Says why a process ends, for the others. The first word counts."""
+        if not self.noted():
+            os.pwrite(self.descriptor, text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0"), _TOKEN_BYTES)
+
+    def noted(self) -> str:
+        """What a process has said; empty if none has."""
+        return os.pread(self.descriptor, _NOTE_BYTES, _TOKEN_BYTES).rstrip(b"\0").decode(errors="replace")
 
     def reserve(self, num_bytes: int) -> int:
         """The first byte of a new range."""
