@@ -211,8 +211,10 @@ class FitPlanning:
 
     def _searched(self, room: HardwareProfile, planner: str) -> Plan:
         capabilities = {binding.capability for binding in self.session.bindings}
+        diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
+        if room.ranks > 1 and not room.shared_memory:  # on devices of their own, ranks have no weights on disk
+            room = diskless
         if room.shared_memory and Rule.WHOLE in capabilities:
-            diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
             try:
                 return PLANNERS[planner](self.model, diskless, updates=self._updates)
             except PlanError:

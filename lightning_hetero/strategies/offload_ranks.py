@@ -136,15 +136,6 @@ class HeteroOffloadRanks(_Base):
                 f"ranks compute on {', '.join(map(str, devices))}: several of them on one, and each would take all of its memory. "
                 f"Pass device_memory, which is what each of them may have."
             )
-        if self.root_device.type != "cpu" or choices.options.device is not None:
-            if choices.autoplan is not None:
-                raise self._refusal(
-                    f"plan={choices.autoplan.planner!r} on devices with memory of their own", 'Pass plan="host", or a Plan.'
-                )
-            if choices.options.disk_path is not None:
-                raise self._refusal(
-                    f"disk_path={str(choices.options.disk_path)!r} on devices with memory of their own", "Leave disk_path out."
-                )
         if choices.verify:
             raise self._refusal(
                 f"verify={choices.verify!r}, whose reference is a whole copy that does not know the gradients of other ranks,",

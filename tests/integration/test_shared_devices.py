@@ -36,6 +36,12 @@ def test_three_ranks_train_as_one_process_also_where_devices_have_streams(tmp_pa
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
 
 
+def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> None:
+    scenarios = ("plans_alike", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
 def test_all_ranks_end_where_the_memory_of_one_is_too_small(tmp_path: Path) -> None:
     first, last = ranks.start(SCRIPT, tmp_path, "ends_where_memory_is_too_small", cwd=tmp_path, world=2)
     assert "BatchMemoryError the device's memory is too small for this batch in forward, at block 'layers." in last

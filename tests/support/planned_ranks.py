@@ -18,6 +18,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.strategies import HeteroOffloadStrategy
+from support import shared_model
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 
 MACHINE = Path(__file__).with_name("hardware.json")
@@ -25,7 +26,8 @@ MACHINE = Path(__file__).with_name("hardware.json")
 
 def strategy(**options: Any) -> HeteroOffloadStrategy:
     """The default plan, on a machine whose rates are given, except those of collectives."""
-    return HeteroOffloadStrategy(block_cls="Layer", update_threads=1, **{"hardware_profile": MACHINE, **options})
+    given = {"hardware_profile": MACHINE, "device": shared_model.DEVICE, **options}
+    return HeteroOffloadStrategy(block_cls="Layer", update_threads=1, **given)
 
 
 def on_all_ranks(value: object) -> list[Any]:
@@ -98,7 +100,7 @@ class Moves(pl.Callback):
 def moves_blocks(out: Path) -> None:
     """Plans change between any two batches, and not a bit of the result does."""
     shared = model("frozen tied")
-    fixed = HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1)
+    fixed = HeteroOffloadStrategy("host", device=shared_model.DEVICE, block_cls="Layer", update_threads=1)
     trainer(out, fixed, max_epochs=2, callbacks=[Moves()]).fit(shared, batches())
     same(shared, reference("frozen tied", epochs=2))
 

@@ -26,7 +26,7 @@ from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
-from support import shared_model
+from support import planned_ranks, shared_model
 from support.cuda import OneGpu, StandIn, standing_in
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 from support.streams import FakeCuda
@@ -127,6 +127,19 @@ def trains_as_its_devices_compute(out: Path) -> None:
         same(shared, reference_on(kind))
 
 
+def keeps_steps(out: Path) -> None:
+    """With ``disk_path`` a later run goes on from the last step of the first one."""
+    for plan in ("host", MIXED):
+        store = out / f"store-{plan if isinstance(plan, str) else plan.name}"
+        first = model(seed=5 + RANK)
+        trainer(out, on_device(plan, disk_path=store), max_steps=2).fit(first, batches())
+        same(first, reference("", number=2))
+        second = model(seed=9 + RANK)
+        trainer(out, on_device(plan, disk_path=store)).fit(second, batches(), ckpt_path=store)
+        second.losses = [*first.losses, *second.losses]
+        same(second, reference(""))
+
+
 def on_one_gpu(_: Path) -> None:
     """From here on all ranks compute on the first GPU."""
     shared_model.ACCELERATOR, shared_model.DEVICE = OneGpu(), None
@@ -216,4 +229,4 @@ def streams(_: Path) -> None:
 if __name__ == "__main__":
     activations.SMALL_BYTES = 64  # what a small model saves leaves the device, too
     shared_model.DEVICE = EmulatedDevice("1MiB", seed=RANK)
-    run_scenarios({**vars(shared_model), **globals()}, poison=True)
+    run_scenarios({**vars(shared_model), **vars(planned_ranks), **globals()}, poison=True)

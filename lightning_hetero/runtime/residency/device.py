@@ -248,6 +248,8 @@ class DeviceResidency(Residency):
                 if block.weights_on_disk:
                     self.weights.buffer(block)
             else:
+                if self._slices is not None:
+                    self._bring_to_host(block)
                 self._side.weights.bind_resident(block, host_copy=self.is_on_host(block))
             if self.is_released(block):
                 self.parameters.hide(block)

@@ -18,10 +18,7 @@ from lightning_hetero.errors import (
     OutOfMemoryBudgetError,
     UnsupportedError,
 )
-from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
-
-DEVICE = EmulatedDevice(memory="1GiB")
 
 
 class Other(Precision):
@@ -33,8 +30,6 @@ class Other(Precision):
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
-        ({"device": DEVICE, "disk_path": "store"}, {}, ["disk_path=", "devices with memory of their own"]),
-        ({"device": DEVICE, "plan": "auto"}, {}, ["plan='holistic'", 'plan="host"']),
         ({"disk_path": "store", "link_checkpoints": True}, {}, ["link_checkpoints=True", "Leave link_checkpoints out"]),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({}, {"plugins": Other()}, ["precision='other'", "'bf16-mixed'"]),
