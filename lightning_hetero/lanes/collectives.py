@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from threading import Lock, get_ident
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.network import EmulatedNetwork
+
+_Value = TypeVar("_Value")
 
 _WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE", "READ")
 _FLAGS = 3
@@ -237,6 +240,14 @@ class Collectives:
             _all_gather(told.view(-1), own, group=self._group)
         rows: list[list[float]] = told.tolist()
         return rows
+
+    def tell_all(self, value: _Value) -> list[_Value]:
+        """Gives all ranks a small value of each that can be pickled, in the order of the ranks."""
+        self.settle()
+        found: list[_Value] = [value] * self.ranks
+        with self._naming("AGREE", torch.empty(0)):
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     @contextmanager
     def _naming(self, what: str, tensor: Tensor) -> Iterator[None]:

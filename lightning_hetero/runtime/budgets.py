@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -79,10 +79,10 @@ class Budgets:
         if self.file is not None and self.options.collectives is not None:
             self.options.collectives.meet("SHARE", NO_BLOCK)
 
-    def _cut(self, owners: Mapping[int, int]) -> bool:
+    def _cut(self, owners: Mapping[int, int], whole: Collection[int]) -> bool:
         """See :meth:`ModelSetup.cut`; no rank reads weights meanwhile that another one fills."""
         self._meet()
-        was_cut = self._setup.cut(owners, self.executor)
+        was_cut = self._setup.cut(owners, self.executor, whole)
         self._meet()
         return was_cut
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -86,19 +86,28 @@ class ModelSetup:
         """Whether any parameter of the block had content before the runtime came."""
         return not self._made_on_meta.issuperset(block.spec.params)
 
-    def cut(self, owners: Mapping[int, int], parked: Executor | None) -> bool:
+    def cut(self, owners: Mapping[int, int], parked: Executor | None, whole: Collection[int] = ()) -> bool:
         """Cuts parts so that each has parameters of one optimizer only. Returns whether it cut any.
 
         ``owners`` has optimizers' numbers by the parameter's ``id``; parameters without one stay
-        with those of the first. The weights of a ``parked`` session may be on disk.
+        with those of the first. The weights of a ``parked`` session may be on disk. Of the
+        optimizers ``whole`` each parameter lies in one rank's slice.
         """
         was_cut = False
+
+        def has_whole(part: Part, group: Sequence[int]) -> bool:
+            return any(owners.get(id(part.params[i])) in whole for i in group)
+
         for block in self.blocks:
-            found = [(part, groups) for part in block.parts if len(groups := _by_owner(part, owners)) > 1]
+            rows = [(part, _by_owner(part, owners)) for part in block.parts]
+            found = [(part, groups) for part, groups in rows if len(groups) > 1 or has_whole(part, groups[0])]
             if found and parked is not None:
                 close_parts(parked, block, [part for part, _ in found])
             for part, groups in found:
-                split(part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block), file=self._file)
+                split(
+                    part, groups, moves=lambda p: id(p) not in self._elsewhere, copies=self.is_set(block), file=self._file,
+                    by_parameter=[has_whole(part, group) for group in groups],
+                )  # fmt: skip
             if found and parked is not None:
                 open_cut_parts(parked, block)
             was_cut |= bool(found)

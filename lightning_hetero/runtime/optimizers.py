@@ -80,6 +80,7 @@ class OptimizerBinding:
         on_touch: Waits until the store has all updates under way, before code reads or writes one
             tensor of state. With words: before they write what these say.
         on_load: Called before state is loaded: parameters may have joined the optimizer.
+        on_save: Called before a state dict is made.
         with_state: The ``id``s of parameters that have state in the store.
     """
 
@@ -91,6 +92,7 @@ class OptimizerBinding:
         on_read: Callable[[], None],
         on_touch: Callable[[str], None],
         on_load: Callable[[OptimizerBinding], None],
+        on_save: Callable[[OptimizerBinding], None],
         with_state: Collection[int] = (),
     ) -> None:
         blockwise.check_supported(optimizer)
@@ -103,7 +105,7 @@ class OptimizerBinding:
         else:
             self.capability = Rule.BLOCKWISE if blockwise.is_blockwise(optimizer) else Rule.WHOLE
         self.rule = self.capability  # of the plan; without a disk one that could run part by part runs whole
-        self._on_step, self._on_read, self._on_touch, self._on_load = on_step, on_read, on_touch, on_load
+        self._on_step, self._on_read, self._on_touch, self._on_load, self._on_save = on_step, on_read, on_touch, on_load, on_save
         self._attached: dict[int, Options] = {}  # the handles of state in the store, by the parameter's ``id``
         self._seen: dict[Part, _Seen] = {}
         self._homes: dict[nn.Parameter, tuple[Part, int]] = {}
@@ -165,7 +167,15 @@ class OptimizerBinding:
         for name, function in ours.items():
             self._patches.replace(optimizer, name, MethodType(function, optimizer))
         vars(ours["step"])["_wrapped_by_lr_sched"] = True  # `_step` sets what torch's wrapper would set
-        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._on_read())
+        self._handle = optimizer.register_state_dict_pre_hook(lambda _: self._saved())
+
+    def _saved(self) -> None:
+        self._on_read()
+        self._on_save(self)
+
+    def home_of(self, param: nn.Parameter) -> tuple[Part, int] | None:
+        """The part of a parameter, and its position there."""
+        return self._homes.get(param)
 
     def unbind(self, read: bool = True) -> None:
         """Gives the optimizer back as it was; ``read``: its state becomes ordinary tensors."""
@@ -481,6 +491,7 @@ class OptimizerBinding:
         if self.rule is not Rule.NATIVE:
             rest, early = without_early(state_dict, self.optimizer)
             self._original["load_state_dict"](rest)
+            self._keep_dtypes(rest)
             self._with_state.update(id(p) for p, state in self.optimizer.state.items() if state)
             self.optimizer.state.update(early)
             return
@@ -492,6 +503,14 @@ class OptimizerBinding:
         self._with_state.update(map(id, states))
         self._on_load(self)  # callbacks that unfreeze have added its groups again
         self._import(states)
+
+    def _keep_dtypes(self, state_dict: Options) -> None:
+        """Gives 16-bit parameters their loaded state once more: torch has cast it to 16 bits."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, self.params(), strict=True):
+            if param.dtype in MASTERED and number in state_dict["state"]:
+                given = state_dict["state"][number].items()
+                self.optimizer.state[param].update({k: v for k, v in given if isinstance(v, Tensor) and v.is_floating_point()})
 
     def _import(self, states: dict[nn.Parameter, Options]) -> None:
         """Moves state in torch's format into the store, one write per part."""

@@ -290,10 +290,10 @@ class Placer:
         for block, placed in zip(self._blocks, plan.blocks, strict=True):
             owners = [self.owners[id(p)] for p in block.params() if id(p) in self.owners]
             foreign = [b for b in owners if b.capability is not Rule.NATIVE]
-            if self._ranks > 1 and (other := next((b for b in foreign if not blockwise.is_by_element(b.optimizer)), None)):
+            if self._ranks > 1 and (other := next((b for b in foreign if b.capability is Rule.WHOLE), None)):
                 raise UnsupportedError(
-                    f"optimizer {type(other.optimizer).__name__} of block {block.name!r}, whose parameters {self._ranks} ranks "
-                    f"share: each updates its slice of them. Allowed: {blockwise.BY_ELEMENT} of torch.optim."
+                    f"optimizer {blockwise.why_whole(other.optimizer)}. {self._ranks} ranks share the parameters of block "
+                    f"{block.name!r}, and each updates some. Or use an optimizer of torch.optim."
                 )
             if self._ranks > 1 and foreign and Tier.DISK in (placed.weights, placed.state):
                 raise UnsupportedError(

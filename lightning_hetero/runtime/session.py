@@ -22,8 +22,9 @@ from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan
+from lightning_hetero.optim import blockwise
 from lightning_hetero.optim.adam import MASTERED
-from lightning_hetero.runtime import other_optimizers
+from lightning_hetero.runtime import other_optimizers, slice_steps
 from lightning_hetero.runtime.anchors import observe, observe_forwards, observe_gradient
 from lightning_hetero.runtime.announcement import Allowed, announce
 from lightning_hetero.runtime.block_moves import growth, move_block, reopen
@@ -91,7 +92,8 @@ class Session(Copies):
         """
         inner, self._obstacle = other_optimizers.bound(optimizers)
         owners = {id(p): number for number, o in enumerate(inner) for group in o.param_groups for p in group["params"]}
-        self._was_cut_late |= self._cut(owners) and self.store is not None
+        apart = {number for number, o in enumerate(inner) if not blockwise.is_by_element(o)} if self.options.own.ranks > 1 else ()
+        self._was_cut_late |= self._cut(owners, apart) and self.store is not None
         if self._was_cut_late:
             self._obstacle = self._obstacle or "the manifest of the store has the parts of before they were cut by optimizer"
         return inner
@@ -126,7 +128,8 @@ class Session(Copies):
         if optimizers is not None:
             self.bindings = [
                 OptimizerBinding(
-                    o, self._on_step, on_read=self.drain, on_touch=self._settle_state, on_load=self._promote, with_state=with_state
+                    o, self._on_step, on_read=self.drain, on_touch=self._settle_state, on_load=self._promote, on_save=self._publish,
+                    with_state=with_state,
                 )
                 for o in optimizers
             ]  # fmt: skip
@@ -360,6 +363,11 @@ class Session(Copies):
                         self.steps.reopened(part)
                     self._handles += [observe_gradient(block, p) for p in mine if p.requires_grad]
 
+    def _publish(self, binding: OptimizerBinding) -> None:
+        """Before a state dict is made, and as a fit ends: ranks tell what state they have."""
+        if self.executor is not None and self.executor.slices is not None:
+            slice_steps.publish(binding, self.executor.slices.reads)
+
     def _known(self) -> set[int]:
         return {id(p) for block in self.blocks for p in block.params()}
 
@@ -459,6 +467,8 @@ class Session(Copies):
         for block in self.blocks:
             self._setup.restore(block)
         if self.executor.slices is not None:
+            for binding in self.bindings:
+                self._publish(binding)
             self.kept_state = self.executor.slices.reads
             self.kept_state.detach(self.bindings)
         for binding in self.bindings:

@@ -33,6 +33,7 @@ from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
+from lightning_hetero.untyped import Options
 
 _Key = tuple[int, int, int]
 _Runs = Sequence[tuple[int, int]]  # the first element of each, and how many
@@ -106,6 +107,7 @@ class SliceReads:
         self._collectives = collectives
         self._way: _Way | None = None  # how whole tensors are read now
         self._held: list[Held] = []
+        self._numbers: dict[str, int] = {}  # of what is held, by name
         self._place: _Place | None = None
 
     def attach(self, store: TierStore, blocks: Sequence[Block], settle: Callable[[Part], None]) -> None:
@@ -139,10 +141,38 @@ class SliceReads:
             piece: What this rank has of it, flat.
         """
         layout = part.layouts[index]
-        name, spans = f"{part.names[index]}.{key}", tuple(part.spans(index))
-        held = Held(self, len(self._held), name, layout.shape, layout.stride, spans, piece)
-        self._held.append(held)
-        return OffloadedTensor(held, stride=layout.stride)
+        return self._hold(f"{part.names[index]}.{key}", layout.shape, layout.stride, tuple(part.spans(index)), piece)
+
+    def hold_of(self, owner: int, name: str, like: Tensor, piece: Tensor) -> OffloadedTensor:
+        """A handle of state that one rank has whole; all ranks make it.
+
+        Args:
+            owner: The rank.
+            name: The parameter's name and the key of the state.
+            like: A contiguous tensor of its shape and dtype, on the meta device.
+            piece: The state, flat, on the owner; else an empty tensor.
+        """
+        ranks, numel = self._collectives.ranks, like.numel()
+        spans = tuple((0 if rank <= owner else numel, numel if rank == owner else 0) for rank in range(ranks))
+        return self._hold(name, like.shape, like.stride(), spans, piece)
+
+    def _hold(
+        self, name: str, shape: torch.Size, stride: tuple[int, ...], spans: tuple[tuple[int, int], ...], piece: Tensor
+    ) -> OffloadedTensor:
+        number = self._numbers.setdefault(name, len(self._held))
+        held = Held(self, number, name, shape, stride, spans, piece)
+        self._held[number : number + 1] = [held]
+        return OffloadedTensor(held, stride=stride)
+
+    def tell_all(self, rows: dict[int, Options]) -> list[dict[int, Options]]:
+        """Gives all ranks what each says of the state that it has; all ranks call it."""
+        self._collectives.meet("READ", NO_BLOCK)
+        return self._collectives.tell_all(rows)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._collectives.rank
 
     @contextmanager
     def by_first(self) -> Iterator[None]:

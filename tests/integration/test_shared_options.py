@@ -16,8 +16,12 @@ def test_16_bit_weights_have_masters_in_slices(tmp_path: Path) -> None:
     run(tmp_path, "trains_16_bit_weights", "goes_on_with_16_bit_weights", "skips_steps_that_overflow", world=3)
 
 
-def test_optimizers_by_element_update_slices_by_their_own_code(tmp_path: Path) -> None:
-    run(tmp_path, "updates_by_element", "has_several_optimizers", "has_64_bits", world=3)
+def test_optimizers_update_slices_by_their_own_code(tmp_path: Path) -> None:
+    run(tmp_path, "updates_by_element", "updates_whole_parameters", "has_several_optimizers", "has_64_bits", world=3)
+
+
+def test_optimizers_with_state_of_their_own_go_on_in_one_process(tmp_path: Path) -> None:
+    run(tmp_path, "updates_whole_parameters", world=1)
 
 
 def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) -> None:

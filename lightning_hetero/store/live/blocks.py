@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_hetero._native import Arena, NativePart, Ticket
 from lightning_hetero.errors import OffloadedAccessError
 from lightning_hetero.ir.plan import BlockPlan, Tier
+from lightning_hetero.ir.shards import by_parameter as shards_by_parameter
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.live.shared_memory import SharedArena, SharedFile
 from lightning_hetero.store.partition import ALIGNMENT_BYTES, BlockSpec, is_dense, laid_out
@@ -411,10 +412,14 @@ def parts_of(blocks: Iterable[Block]) -> list[Part]:
 
 def _reserve(
     block: Block, names: list[str], params: list[nn.Parameter], dtype: torch.dtype, *,
-    place: int, alignment_bytes: int, own: Slice, file: SharedFile | None,
+    place: int, alignment_bytes: int, own: Slice, file: SharedFile | None, by_parameter: bool = False,
 ) -> Part:  # fmt: skip
     """A part with memory of its own, which its parameters do not use yet."""
-    offsets, total = laid_out([param.numel() for param in params], dtype.itemsize, alignment_bytes, own.ranks)
+    numels, page = [param.numel() for param in params], PAGE // dtype.itemsize
+    offsets, total = laid_out(numels, dtype.itemsize, alignment_bytes, own.ranks)
+    if by_parameter:
+        shards = shards_by_parameter(numels, own.ranks, multiple=page)
+        offsets, total = list(shards.offsets), max(shards.num_elements, own.ranks * page)
     num_bytes = round_up(total * dtype.itemsize, PAGE)
     arena = Arena(num_bytes) if file is None else SharedArena(num_bytes, file)
     return Part(
@@ -430,6 +435,7 @@ def split(
     moves: Callable[[nn.Parameter], bool],
     copies: bool,
     file: SharedFile | None = None,
+    by_parameter: Sequence[bool],
 ) -> None:
     """Replaces a part of a block, which has no native part, by several with memory of their own.
 
@@ -443,13 +449,15 @@ def split(
         copies: The memory has content. Without content nothing is copied, so the new memory takes
             no pages.
         file: The file that the ranks of this host share.
+        by_parameter: For each new part, whether a parameter lies whole in one rank's slice.
     """
     parts = []
-    for indices in groups:
+    for indices, whole in zip(groups, by_parameter, strict=True):
         names, params = [part.names[i] for i in indices], [part.params[i] for i in indices]
         new = _reserve(
-            part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes, own=part.own, file=file
-        )
+            part.block, names, params, part.dtype, place=part.place, alignment_bytes=part.alignment_bytes, own=part.own, file=file,
+            by_parameter=whole,
+        )  # fmt: skip
         for index, param in enumerate(new.params):
             if moves(param):
                 memory = new.memory(index)
