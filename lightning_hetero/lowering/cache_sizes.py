@@ -168,6 +168,7 @@ def cache_sizes_in_budget(
     beside: Rows | None = None,
     less_on_disk: Callable[[], bool],
     tied_to_device: bool,
+    ranks: int = 1,
 ) -> CacheSizes:
     """As :func:`cache_sizes`, for a budget of host memory and, if given, one of device memory.
 
@@ -185,6 +186,7 @@ def cache_sizes_in_budget(
             ``None``: it has memory of its own.
         less_on_disk: Asked for the error: whether plan "disk" would run here, and needs less.
         tied_to_device: For the error: an optimizer finds weights and state only on the device.
+        ranks: For the error: ranks that share the model, each of which has such a budget.
 
     Raises:
         OutOfMemoryBudgetError: It is too small even for the least; what is needed, where, how much
@@ -195,7 +197,7 @@ def cache_sizes_in_budget(
         beside = beside or {}
         raise too_small(
             plan.name, summed(host.all_rows, beside), host_memory=host_memory + total_bytes(beside), given=given,
-            profiled=profiled, less_on_disk=less_on_disk(),
+            profiled=profiled, less_on_disk=less_on_disk(), ranks=ranks,
         )  # fmt: skip
     cache_bytes, staging_bytes = _shared_out(host, needs)
     device_cache_bytes = None

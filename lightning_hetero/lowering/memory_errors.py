@@ -97,7 +97,7 @@ _MOVED = (Purpose.WEIGHTS, Purpose.STATE, Purpose.MOVING)  # what can be on anot
 
 
 def too_small(
-    plan: str, rows: Rows, *, host_memory: int, given: bool, profiled: bool, less_on_disk: bool
+    plan: str, rows: Rows, *, host_memory: int, given: bool, profiled: bool, less_on_disk: bool, ranks: int = 1
 ) -> OutOfMemoryBudgetError:
     """A budget of host memory that is too small, with a table of what is needed.
 
@@ -108,13 +108,14 @@ def too_small(
         given: It is the user's; else what the machine has free.
         profiled: Activations are known.
         less_on_disk: Plan "disk" would run here, and needs less.
+        ranks: Ranks that share the model, of which these are one's figures; the option is for all.
     """
     need = total_bytes(rows)
     size = format_bytes(host_memory)
     allowed = f"host_memory allows {size}" if given else f"{size} are free beside a reserve for the process and a batch"
     remedy = "Free memory, or set host_memory (then nothing is held back)"
     if given:
-        remedy = f'Raise host_memory to "{size_option(need)}"'
+        remedy = f'Raise host_memory to "{size_option(need * ranks)}"' + (f", for {ranks} devices together" if ranks > 1 else "")
     lines = [("what", "where", "how much", "less with")]
     knobs = dict(_KNOBS | _KNOBS_OF_DISK if plan == "disk" else _KNOBS)
     if plan != "disk" and not less_on_disk:

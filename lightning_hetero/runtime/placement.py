@@ -218,6 +218,7 @@ class Placer:
             plan, needs, host_memory=budget, given=self._options.host_memory is not None,
             profiled=self._profile is not None, device_memory=device_memory, beside=beside,
             less_on_disk=lambda: self._needs_less_on_disk(self.least_bytes(plan, needs)), tied_to_device=self._is_tied_to_device,
+            ranks=self._ranks,
         )  # fmt: skip
         may_defer, least_cache_bytes = least_bytes(waiting) <= budget, room.host_cache_bytes
         if may_defer and device_memory is not None:  # else gradients come beside activations (GradientRoom)

@@ -6,6 +6,7 @@ See ``tests/integration/test_planned_ranks.py``.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.lowering.rank_rules import RANKS
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
@@ -89,12 +91,12 @@ class Moves(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         session, draw = trainer.strategy.session, self._draw
-        rows = [BlockPlan(name=b.name, weights=draw.choice([Tier.HOST, Tier.DEVICE])) for b in session.blocks]
+        rows = [BlockPlan(name=b.name, weights=draw.choice(RANKS.weights), state=draw.choice(RANKS.state)) for b in session.blocks]
         wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
         assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
         for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):
             whole = all(part.is_whole for part in block.parts)
-            assert whole or row.weights is Tier.HOST, "weights that live whole are whole"
+            assert whole or row.weights is not Tier.DEVICE, "weights that live whole are whole"
 
 
 def moves_blocks(out: Path) -> None:
@@ -103,6 +105,16 @@ def moves_blocks(out: Path) -> None:
     fixed = HeteroOffloadStrategy("host", device=shared_model.DEVICE, block_cls="Layer", update_threads=1)
     trainer(out, fixed, max_epochs=2, callbacks=[Moves()]).fit(shared, batches())
     same(shared, reference("frozen tied", epochs=2))
+
+
+def refuses_a_budget_by_what_all_need(out: Path) -> None:
+    """The remedy is a budget that is enough for all ranks."""
+    with pytest.raises(OutOfMemoryBudgetError) as caught:
+        trainer(out, strategy(host_memory="420KiB")).fit(model(), batches())
+    found = re.search(r'Raise host_memory to "(\d+)KiB", for (\d) devices together', str(caught.value))
+    assert found is not None, str(caught.value)
+    assert int(found[2]) == WORLD
+    trainer(out, strategy(host_memory=f"{found[1]}KiB"), max_steps=1).fit(model(), batches())
 
 
 def refuses_other_plans(out: Path) -> None:
