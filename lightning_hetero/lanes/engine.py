@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_hetero._native import Ticket
+from lightning_hetero._native import DONE, Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import Lane, Op
@@ -156,7 +156,11 @@ class EngineLanes(Lanes):
             self._ops = [one for one in self._ops if not one.ended()]
 
     def _tickets_of(self, events: Sequence[Event]) -> Sequence[Ticket]:
-        """The engine's tickets of these events; waits for an event that has none."""
+        """The engine's tickets of these events, each once, without those that are done.
+
+        Otherwise an op that has none of its own would hand on those of all steps before. Waits for
+        an event that has none.
+        """
         found: list[Ticket] = []
         waiting = list(events)
         while waiting:
@@ -167,7 +171,7 @@ class EngineLanes(Lanes):
                 found += event.behind
             else:
                 event.wait()
-        return found
+        return [ticket for ticket in dict.fromkeys(found) if ticket.poll() < DONE]
 
     def mark(self) -> Event:
         """Compute has always done its work."""

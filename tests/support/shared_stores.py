@@ -109,6 +109,8 @@ class Tells(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.file.write_text(str(trainer.global_step))
+        behind = [op.behind for op in trainer.strategy.session.running.lanes._ops if hasattr(op, "behind")]
+        assert all(len(set(tickets)) == len(tickets) for tickets in behind), "an op waits for each ticket once"
 
 
 def train(
