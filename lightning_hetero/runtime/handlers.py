@@ -267,8 +267,9 @@ class Handlers:
         slices, side, after = self._slices, self._side, list[Event]()
         if slices is None:
             return
-        # Of batches that accumulate, the last one reduces those of pinned blocks.
-        blocks = [block for block in self._blocks if self._batch.armed is not None or not block.spec.pinned]
+        # Of batches that accumulate, the last one reduces those of pinned blocks, if it is known.
+        every = self._batch.armed is not None or self._updater.rules.waits
+        blocks = [block for block in self._blocks if every or not block.spec.pinned]
         if side is not None:  # gradients that are on their way
             after = [end for b in blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
         for block in slices.gradients.left(blocks):
