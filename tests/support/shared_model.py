@@ -182,7 +182,8 @@ def reference(
         plain.load_state_dict(begin["state_dict"])
         optimizer.load_state_dict(deepcopy(begin["optimizer_states"][0]))  # which would be its state from then on
     kept: dict[nn.Parameter, Tensor] = {}
-    repeated, outside = set(plain.layers.parameters()), [dict[nn.Parameter, Tensor]() for _ in range(WORLD)]
+    repeated = set((plain if getattr(plain, "reduces_each_batch", False) else plain.layers).parameters())
+    outside = [dict[nn.Parameter, Tensor]() for _ in range(WORLD)]
     rows = [*islice(zip(*map(batches, range(WORLD)), strict=True), number)] * epochs
     for step, every in enumerate(rows):
         gradients, ends = [], not (step + 1) % accumulate

@@ -164,6 +164,8 @@ def updates_whole_parameters(out: Path) -> None:
 class Divided(Model):
     """Two optimizers, one for matrices and one for the rest: by hand, or in one optimizer."""
 
+    reduces_each_batch = True  # nobody knows which one is the last before a step
+
     def __init__(self, kind: str = "", **options: Any) -> None:
         super().__init__(kind, **options)
         self.automatic_optimization = "manual" not in self.kind
