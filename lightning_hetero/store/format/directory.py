@@ -425,7 +425,8 @@ def _make_private(path: Path) -> bool:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         for parent in [p for p in reversed(path.parents) if not p.exists()]:
-            _mkdir(parent)
+            with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
+                _mkdir(parent)
         _mkdir(path)
         return True
     if not stat.S_ISDIR(mode):
