@@ -230,14 +230,15 @@ class Reports(pl.Callback):
 
 
 def fit(
-    strategy: Any, root: Path, steps: int, variant: Variant, store: Path | None, report: Any, *callbacks: Any
-) -> tuple[pl.Trainer, Model]:
-    """Trains to the end, from the beginning or from the store."""
+    strategy: Any, root: Path, steps: int, variant: Variant, store: Path | None, report: Any, *callbacks: Any,
+    rank: int = 0, ranks: int = 1,
+) -> tuple[pl.Trainer, Model]:  # fmt: skip
+    """Trains to the end, from the beginning or from the store; one of several ranks, too."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     with torch.device("meta" if variant.adapters and strategy != "auto" else "cpu"):
         model = Model(steps, variant)
-    torch.manual_seed(3)
+    torch.manual_seed(3 + rank)
     model.report = report
     if variant.adapters:
         callbacks = (Frees(), *callbacks)
@@ -245,8 +246,9 @@ def fit(
     saves = variant.checkpoints and strategy != "auto"
     if saves:
         callbacks = (*callbacks, ModelCheckpoint(dirpath=root / "checkpoints", every_n_train_steps=20, save_top_k=1))
+    steps_by = 1 if model.automatic_optimization else len(variant.optimizers(model))
     trainer = pl.Trainer(
-        strategy=strategy, max_steps=steps if model.automatic_optimization else steps * len(variant.optimizers(model)),
+        strategy=strategy, devices=ranks, max_steps=steps * steps_by,
         gradient_clip_val=CLIP if model.automatic_optimization else None, default_root_dir=root, accelerator="cpu", logger=False,
         enable_checkpointing=saves, enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
         plugins=[LocalFirst(disk=root / "saves")] if saves else [],
