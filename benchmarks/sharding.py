@@ -36,7 +36,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.ir.trace import Span
+from lightning_hetero.lanes.network import ENVIRONMENT
 
 WARM = 2  # batches before memory counts
 SAMPLE_S = 0.02
@@ -213,10 +213,12 @@ class TakesTurns(pl.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def offloaded(baton: Baton, rank: int, ranks: int, work: Work, trace: bool = False, **options: Any) -> dict[str, Any]:
-    """A rank of ours."""
+def offloaded(baton: Baton, rank: int, ranks: int, work: Work, network_bytes_per_s: float | None = None) -> dict[str, Any]:
+    """A rank of ours; on a network of a set speed it is traced."""
     torch.manual_seed(0)
-    strategy = HeteroOffloadStrategy("host", block_cls=Layer, trace=trace, **options)
+    if trace := network_bytes_per_s is not None:
+        os.environ[ENVIRONMENT] = f"{network_bytes_per_s},0"
+    strategy = HeteroOffloadStrategy("host", block_cls=Layer, trace=trace)
     turns = TakesTurns(baton)
     baton.drain, baton.num_bytes = partial(settled, strategy, ranks), loopback_bytes
     trainer = make_trainer(strategy=strategy, devices=ranks, callbacks=[turns], default_root_dir=work.directory)
@@ -294,19 +296,13 @@ def loss_difference(ours: list[list[float]], theirs: list[list[float]]) -> float
 
 
 def lane_seconds(spans: Iterable[Span]) -> dict[str, float]:
-    """The median seconds that a step takes, as ``step``, and for which each lane is busy in it.
-
-    The first step of a turn has no tail of another before it, and the last no other after it.
-    """
-    begins: dict[int, float] = {}
+    """The median seconds for which each lane is busy in a step."""
     busy: dict[tuple[int, str], float] = {}
     for span in spans:
-        begins[span.step] = min(begins.get(span.step, span.start_s), span.start_s)
         if not span.is_wait:
             busy[span.step, span.lane] = busy.get((span.step, span.lane), 0.0) + span.end_s - span.start_s
-    steps = sorted(begins)[1:-1]
-    found = {lane: statistics.median(busy.get((step, lane), 0.0) for step in steps) for _, lane in busy}
-    return found | {"step": statistics.median(begins[later] - begins[step] for step, later in pairwise(steps))}
+    steps = sorted({step for step, _ in busy})[1:-1]  # the first is not whole, and the last may not be
+    return {lane: statistics.median(busy.get((step, lane), 0.0) for step in steps) for _, lane in busy}
 
 
 def compute_s(work: Work, flop_per_s: float) -> float:
@@ -315,22 +311,26 @@ def compute_s(work: Work, flop_per_s: float) -> float:
 
 
 def measure_paced(number: int, work: Work, step_s: float) -> dict[str, Any]:
-    """One rank and several with the same global batch, of which one rank computes ``step_s``."""
+    """One rank and several with the same global batch, of which one rank computes ``step_s``.
+
+    And several whose network sends a rank's gradients in the time of its compute.
+    """
     whole = replace(work, batch=work.batch * number)
     rate = compute_s(whole, 1.0) / step_s
+    own = replace(work, flop_per_s=rate)
+    sent = 4 * num_params(work.size) * (1 - 1 / number) / compute_s(work, rate)
     with (
         Group(offloaded, 1, replace(whole, flop_per_s=rate)) as one,
-        Group(offloaded, number, replace(work, flop_per_s=rate), True) as several,
+        Group(offloaded, number, own) as several,
+        Group(offloaded, number, own, sent) as slowed,
     ):
-        alone, together = one.turn(work.steps), several.turn(work.steps)
-        one.finish()
-        busy = several.finish()[0]["busy_s"]
-    alone_s, together_s = statistics.median(alone.seconds), statistics.median(together.seconds)
-    lanes = {lane: seconds for lane, seconds in busy.items() if lane != "step"}
+        alone, together, slow = one.turn(work.steps), several.turn(work.steps), slowed.turn(work.steps)
+        busy = [group.finish() for group in (one, several, slowed)][-1][0]["busy_s"]
+    alone_s, together_s, slow_s = (statistics.median(turn.seconds) for turn in (alone, together, slow))
     row = {
         "speedup_over_one_rank": ratio(alone_s, together_s), "one_rank_seconds_per_step": alone_s,
-        "seconds_per_step": together_s, "compute_s": compute_s(work, rate), "busy_s": lanes,
-        "overlap": ratio(busy["step"], max(lanes.values())),
+        "seconds_per_step": together_s, "compute_s": compute_s(work, rate),
+        "overlap": ratio(slow_s, max(busy.values())), "slow_network_seconds_per_step": slow_s, "busy_s": busy,
     }  # fmt: skip
     print(f"{number} ranks: {row}", flush=True)
     return row
