@@ -110,7 +110,9 @@ def world(root: nn.Module, optimizer: torch.optim.Optimizer, **rules: Any) -> It
         for part, geometry in zip(parts, geometries, strict=True):
             open_native(store, part, geometry)
             store.flush(part)
-        binding = OptimizerBinding(optimizer, on_step=_nothing, on_read=_nothing, on_touch=_nothing, on_load=_nothing)
+        binding = OptimizerBinding(
+            optimizer, on_step=_nothing, on_read=_nothing, on_touch=_nothing, on_load=_nothing, on_save=_nothing
+        )
         binding.place(store, ((p, part, i) for part in parts for i, p in enumerate(part.params)))
         updater = Updater(store)
         updater.rules = StepRules(**rules)
