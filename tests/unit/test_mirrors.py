@@ -91,7 +91,8 @@ def test_a_mirror_goes_before_all_that_may_start_beside_it(lowest_first: bool) -
 def test_the_engine_writes_mirrors_with_the_urgency_that_the_simulator_gives_them() -> None:
     taken: list[int] = []
     engine = SimpleNamespace(store=lambda *_, priority, **__: taken.append(priority))
-    store = SimpleNamespace(engine=engine, files=SimpleNamespace(step=1), unrecorded=SimpleNamespace(mirrored=False))
+    files = SimpleNamespace(step=1, before_write=lambda: None)
+    store = SimpleNamespace(engine=engine, files=files, unrecorded=SimpleNamespace(mirrored=False))
     part: Any = SimpleNamespace(
         slots=2,
         mirrors={WEIGHTS: SimpleNamespace(native=None), STATE: SimpleNamespace(native=None)},
