@@ -44,7 +44,7 @@ _HELD = -2  # in the place of an array of a part
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class SpreadTensor:
     """A tensor of which this rank holds a piece: the source of the handle of the whole.
 
     Attributes:
@@ -106,7 +106,7 @@ class SliceReads:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._way: _Way | None = None  # how whole tensors are read now
-        self._held: list[Held] = []
+        self._held: list[SpreadTensor] = []
         self._numbers: dict[str, int] = {}  # of what is held, by name
         self._place: _Place | None = None
 
@@ -160,7 +160,7 @@ class SliceReads:
         self, name: str, shape: torch.Size, stride: tuple[int, ...], spans: tuple[tuple[int, int], ...], piece: Tensor
     ) -> OffloadedTensor:
         number = self._numbers.setdefault(name, len(self._held))
-        held = Held(self, number, name, shape, stride, spans, piece)
+        held = SpreadTensor(self, number, name, shape, stride, spans, piece)
         self._held[number : number + 1] = [held]
         return OffloadedTensor(held, stride=stride)
 
@@ -215,7 +215,7 @@ class SliceReads:
             if self._place is not None and before is None:
                 self._place.store.read_spread = None
 
-    def read(self, held: Held) -> Tensor:
+    def read(self, held: SpreadTensor) -> Tensor:
         """A whole tensor.
 
         Raises:

@@ -27,7 +27,7 @@ from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.optim import blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.slice_reads import Held, SliceReads
+from lightning_hetero.runtime.slice_reads import SliceReads, SpreadTensor
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.untyped import Options
 
@@ -82,7 +82,7 @@ def _step_whole(optimizer: Optimizer, part: Part, indices: Sequence[int], grads:
 def _shaped(value: object) -> object:
     if isinstance(value, OffloadedTensor):
         source = value.source
-        return source.piece.as_strided(source.shape, source.stride) if isinstance(source, Held) else materialize(value)
+        return source.piece.as_strided(source.shape, source.stride) if isinstance(source, SpreadTensor) else materialize(value)
     return value
 
 
@@ -130,7 +130,7 @@ def _outline(value: object) -> object:
 def _piece(part: Part, index: int, key: str, value: object) -> object:
     """A state for the stand-in."""
     if isinstance(value, OffloadedTensor):
-        if isinstance(value.source, Held):
+        if isinstance(value.source, SpreadTensor):
             return value.source.piece
         value = materialize(value)  # one that was made with the optimizer
     if not isinstance(value, Tensor) or key in blockwise.COUNTS:
@@ -142,7 +142,7 @@ def _whole(part: Part, index: int, key: str, value: object, before: object, read
     """A state as code finds it after the step, ``before`` being what it was."""
     if not isinstance(value, Tensor) or key in blockwise.COUNTS:
         return value
-    if isinstance(before, OffloadedTensor) and isinstance(before.source, Held):
+    if isinstance(before, OffloadedTensor) and isinstance(before.source, SpreadTensor):
         before.source.piece = value
         return before
     return reads.hold(part, index, key, value)

@@ -42,7 +42,7 @@ from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.moved_weights import bring_back, find_moved
-from lightning_hetero.store.live.shared_memory import Place, SharedArena, SharedFile
+from lightning_hetero.store.live.shared_memory import FileAddress, SharedArena, SharedFile
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import tensor_at
 
@@ -174,9 +174,9 @@ def shared_file(collectives: Collectives) -> SharedFile | None:
     file, why = None, 0
     if collectives.rank == 0:
         file, why = _opened(None)
-    place = collectives.agree([0] * len(Place._fields) if file is None else file.place)[0]
+    place = collectives.agree([0] * len(FileAddress._fields) if file is None else file.place)[0]
     if collectives.rank and any(place):
-        file, why = _opened(Place(*map(int, place)))
+        file, why = _opened(FileAddress(*map(int, place)))
     refusals = [(rank, int(code)) for rank, (code,) in enumerate(collectives.agree([why])) if code]
     if not refusals:
         return file
@@ -190,7 +190,7 @@ def shared_file(collectives: Collectives) -> SharedFile | None:
     return None
 
 
-def _opened(place: Place | None) -> tuple[SharedFile | None, int]:
+def _opened(place: FileAddress | None) -> tuple[SharedFile | None, int]:
     try:
         return SharedFile(place), 0
     except OSError as error:

@@ -12,7 +12,9 @@ from support.simulations import CPU
 
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.planners.lohan import formulas
 from lightning_hetero.planners.one_rank import all_ranks, one_rank
+from lightning_hetero.profiling import presets
 
 OF_THE_MACHINE = {
     "host_memory_bytes", "device_memory_bytes", "disk_capacity_bytes", "host_dram_bytes_per_s", "cpu_update_params_per_s",
@@ -55,3 +57,20 @@ def test_all_ranks_undo_one_rank_and_neither_acts_twice(model: ModelProfile, ran
 @given(models())
 def test_one_device_has_all(model: ModelProfile) -> None:
     assert one_rank(model, CPU) == all_ranks(model, CPU) == (model, CPU)
+
+
+def test_devices_that_hold_a_model_together_share_the_disks_and_bring_whole_weights() -> None:
+    """Of four devices each reads and writes a fourth of the model at a fourth of the rate, and all
+    slices cross its own link.
+    """
+    one = presets.paper_machine("lohan-rtx4090")
+    four = presets.paper_machine("lohan-rtx4090", count=4)
+    profile = presets.model("lohan-13b", batch=8, sequence=1024, hardware=one)
+    alone = formulas.quantities(profile, one, host_bytes=0.0)
+    share = formulas.quantities(*one_rank(profile, four), host_bytes=0.0)
+    ours, theirs = (q.disk_s(q.read_bytes, q.written_bytes) for q in (share, alone))
+    assert ours == pytest.approx(theirs)
+    assert share.copies * share.weight_bytes == pytest.approx(alone.weight_bytes)
+    assert share.copies * share.gradient_bytes / share.download_bytes_per_s == pytest.approx(
+        alone.gradient_bytes / alone.download_bytes_per_s
+    )

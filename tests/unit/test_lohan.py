@@ -25,8 +25,6 @@ from lightning_hetero.lowering import cache_sizes, steady
 from lightning_hetero.planners import lohan
 from lightning_hetero.planners.lohan import formulas, planner, search
 from lightning_hetero.planners.lohan.formulas import Layer, Quantities
-from lightning_hetero.planners.one_rank import one_rank
-from lightning_hetero.profiling import presets
 from lightning_hetero.units import GIB, MIB
 
 # One step: F/THP = 10 s. 2P = 20 B: 2 s on the link, 4 s read. 14P = 140 B: 28 s read + 35 s
@@ -483,20 +481,3 @@ def test_a_hundred_blocks_are_planned_with_little_effort() -> None:
     assert python_calls(lambda: search.walk(q, layers)) < 20_000
     swap = search.walk(q, layers)
     assert swap.iteration_s == pytest.approx(search.convex(q, layers).iteration_s, rel=1e-6)
-
-
-def test_devices_that_hold_a_model_together_share_the_disks_and_bring_whole_weights() -> None:
-    """Of four devices each reads and writes a fourth of the model at a fourth of the rate, and all
-    slices cross its own link.
-    """
-    one = presets.paper_machine("lohan-rtx4090")
-    four = presets.paper_machine("lohan-rtx4090", count=4)
-    profile = presets.model("lohan-13b", batch=8, sequence=1024, hardware=one)
-    alone = formulas.quantities(profile, one, host_bytes=0.0)
-    share = formulas.quantities(*one_rank(profile, four), host_bytes=0.0)
-    ours, theirs = (q.disk_s(q.read_bytes, q.written_bytes) for q in (share, alone))
-    assert ours == pytest.approx(theirs)
-    assert share.copies * share.weight_bytes == pytest.approx(alone.weight_bytes)
-    assert share.copies * share.gradient_bytes / share.download_bytes_per_s == pytest.approx(
-        alone.gradient_bytes / alone.download_bytes_per_s
-    )

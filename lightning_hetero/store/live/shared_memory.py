@@ -30,7 +30,7 @@ _TOKEN_BYTES = 6  # a number that is exact as a float
 _NOTE_BYTES = 2048
 
 
-class Place(NamedTuple):
+class FileAddress(NamedTuple):
     """Where the first process has the file, as numbers; the token tells it from other files."""
 
     process: int
@@ -51,7 +51,7 @@ class SharedFile:
         OSError: The system has no such files, or this process cannot open that of the first one.
     """
 
-    def __init__(self, place: Place | None = None) -> None:
+    def __init__(self, place: FileAddress | None = None) -> None:
         self.is_first, self._end = place is None, _HUGE_PAGE
         if place is None:
             if not hasattr(os, "memfd_create"):
@@ -64,7 +64,7 @@ class SharedFile:
             os.ftruncate(self.descriptor, _ROOM_BYTES)
             token = secrets.token_bytes(_TOKEN_BYTES)
             os.pwrite(self.descriptor, token, 0)
-            place = Place(os.getpid(), self.descriptor, int.from_bytes(token))
+            place = FileAddress(os.getpid(), self.descriptor, int.from_bytes(token))
         self.place = place
         if os.pread(self.descriptor, _TOKEN_BYTES, 0) != place.token.to_bytes(_TOKEN_BYTES):
             raise OSError(errno.EREMOTE, os.strerror(errno.EREMOTE))
