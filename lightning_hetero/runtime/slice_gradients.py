@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
-from lightning_hetero.errors import OffloadedAccessError, UnsupportedError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES
 from lightning_hetero.runtime.device.gradients import Claim, HostGradients, check_dense
@@ -43,18 +43,29 @@ class SliceGradient:
 
     part: Part
     index: int  # the parameter's position in it
-    run: Tensor | None = None  # flat, in the parameter's memory order; ``None`` until the first REDUCE has ended
     exposed: bool = False  # ``param.grad`` has shown it since the last backward
     norm: float = -1.0  # of the whole gradient; negative if it is not known
+    _run: Tensor | None = None  # ``None`` until the first REDUCE has ended
 
     @property
     def param(self) -> nn.Parameter:
         """The parameter."""
         return self.part.params[self.index]
 
+    @property
+    def run(self) -> Tensor:
+        """Its elements once a REDUCE has ended: flat, in the parameter's memory order.
+
+        Raises:
+            HeteroError: None has.
+        """
+        if self._run is None:
+            raise HeteroError(f"the gradient of {self.part.names[self.index]!r} was read before its REDUCE had ended.")
+        return self._run
+
     def add(self, run: Tensor) -> None:
         """Another batch's mean has come."""
-        self.run = run if self.run is None else self.run.add_(run)
+        self._run = run if self._run is None else self._run.add_(run)
         self.norm = -1.0
 
 
@@ -323,7 +334,6 @@ class SliceGradients:
     def run_of(self, held: SliceGradient) -> Tensor:
         """This rank's elements of a gradient, once the lane has summed them."""
         self._collectives.settle()
-        assert held.run is not None, "its REDUCE has ended"
         return held.run
 
     def norm_of(self, held: SliceGradient) -> float:
@@ -352,7 +362,6 @@ class SliceGradients:
         found = {}
         for param in params:
             held = self._held[id(param)] if keep else self._held.pop(id(param))
-            assert held.run is not None, "an update waits for its REDUCE"
             found[id(param)] = held.run
         return SliceClaim(found)
 

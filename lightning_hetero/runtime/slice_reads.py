@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -206,14 +207,16 @@ class SliceReads:
     @contextmanager
     def _reading(self, way: _Way) -> Iterator[None]:
         before, self._way = self._way, way
-        if self._place is not None:
-            self._place.store.read_spread = self._read_part
+        store = None if self._place is None else self._place.store
+        read_before = None if store is None else store.read_spread
+        if store is not None:
+            store.read_spread = partial(self._read_part, way)
         try:
             yield
         finally:
             self._way = before
-            if self._place is not None and before is None:
-                self._place.store.read_spread = None
+            if store is not None:
+                store.read_spread = read_before
 
     def read(self, held: SpreadTensor) -> Tensor:
         """A whole tensor.
@@ -229,24 +232,28 @@ class SliceReads:
         runs = [(0, held.shape.numel())]
         return self._way((held.number, _HELD, 0), held.spans, held.dtype, runs).as_strided(held.shape, held.stride)
 
-    def _read_part(self, part: Part, array: int, index: int, runs: _Runs) -> Tensor:
+    @property
+    def _in_fit(self) -> _Place:
+        if self._place is None:
+            raise HeteroError("weights or the engine's state were read from ranks where no fit is under way.")
+        return self._place
+
+    def _read_part(self, way: _Way, part: Part, array: int, index: int, runs: _Runs) -> Tensor:
         """What ``TierStore.read_spread`` reads."""
-        assert self._place is not None, "it is set during a fit"
-        assert self._way is not None, "it is set while something can be read"
         dtype = part.dtype if array == WEIGHTS else torch.float32
-        return self._way((self._place.parts.index(part), array, index), part.spans(index), dtype, runs)
+        return way((self._in_fit.parts.index(part), array, index), part.spans(index), dtype, runs)
 
     def _own(self, number: int, array: int, index: int) -> Tensor:
         """What this rank has of a tensor, flat."""
         if array == _HELD:
             return self._held[number].piece
-        assert self._place is not None, "the first rank asks for it during a fit"
-        part = self._place.parts[number]
+        place = self._in_fit
+        part = place.parts[number]
         if array == WEIGHTS:
-            self._place.settle(part)
+            place.settle(part)
             if part.block.resident:
                 return part.own_weights(index)
-        return self._place.store.read_piece(part, array, index)
+        return place.store.read_piece(part, array, index)
 
     def _join(self, key: _Key, spans: _Runs, dtype: torch.dtype, runs: _Runs) -> Tensor:
         """As :meth:`_ask`, on all ranks together.

@@ -345,10 +345,10 @@ class Claim:
             if held is None:
                 found.append(None)
                 continue
-            assert held.buffer is not None, "its GRAD has ended"
-            if held.buffer not in runs:
-                runs[held.buffer] = held.part.runs(held.buffer.memory.view(held.dtype))
-            found.append(runs[held.buffer][held.index])
+            buffer = held.arrived()
+            if buffer not in runs:
+                runs[buffer] = held.part.runs(buffer.memory.view(held.dtype))
+            found.append(runs[buffer][held.index])
         return found
 
     def used(self, ticket: Ticket | None) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, Source
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.untyped import Operator, Options, Value, Values
@@ -43,10 +44,19 @@ class Held:
     claimed: bool = False  # an update that keeps it has been issued, but does not have it yet
     dropped: bool = False  # it was dropped meanwhile, so that its memory belongs to that update
 
+    def arrived(self) -> Buffer:
+        """The buffer that has the gradient once its GRAD has ended.
+
+        Raises:
+            HeteroError: It has not.
+        """
+        if self.buffer is None:
+            raise HeteroError(f"the gradient of {self.part.names[self.index]!r} was read before its GRAD had ended.")
+        return self.buffer
+
     def value(self) -> Tensor:
         """The gradient in host memory."""
-        assert self.buffer is not None, "its GRAD has ended"
-        return self.part.shaped(self.index, run_of(self.part, self.index, self.buffer.memory.view(self.dtype)))
+        return self.part.shaped(self.index, run_of(self.part, self.index, self.arrived().memory.view(self.dtype)))
 
 
 class Gradient(Source, Protocol):
