@@ -18,12 +18,10 @@ lane.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import nn
 
 from lightning_hetero._native import Ticket
@@ -40,9 +38,8 @@ from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.speculation import Speculation, Trial
 from lightning_hetero.runtime.updates import DueUpdate
-from lightning_hetero.store.live.blocks import Block, Part
-
-log = logging.getLogger(__name__)
+from lightning_hetero.runtime.weights_in_code import WeightsInCode
+from lightning_hetero.store.live.blocks import Block
 
 Key = tuple[OpKind, int]
 Run = Callable[[], Iterable[Ticket]]
@@ -68,13 +65,13 @@ class Handlers:
     def __init__(self, context: RunContext, batch: Batch, speculation: Speculation, residency: Residency) -> None:
         self.ends: dict[Key, Event] = {}  # the latest op of each kind and block, of this step
         self.updating: list[OpEvent] = []  # updates that may not have ended yet
-        self._named: set[str] = set()  # weights that a warning has named
         self.in_use = GradientsInUse()  # gradients that these read
         self._batch, self._speculation, self._residency = batch, speculation, residency
         run = context.run
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
         self._slices = run.slices
+        self._in_code = WeightsInCode(residency, on_device=run.side is not None)
         self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
         self._write_mirrors, self._commits_always = run.mirror, False
@@ -234,33 +231,9 @@ class Handlers:
         self.in_use.follow(named)
 
     def settle_held(self) -> None:
-        """A step has issued its updates. Weights whose memory code holds are new as this returns.
-
-        Such memory, as ``detach`` gives it, has the new weights after ``optimizer.step()``, and
-        reading it asks nobody. Of weights that leave memory it is something else later.
-        """
-        if self._slices is not None or not self.updating:
-            return
-        home, mine = (Tier.HOST, 1) if self._side is None else (Tier.DEVICE, 3)  # a device's memory has two tensors of ours
-        uses, held = torch._C._storage_Use_Count, list[tuple[Part, str]]()
-        with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
-            for block in self._blocks:
-                for part in block.parts:
-                    for name, param in zip(part.names, part.params, strict=True):
-                        if uses(param.untyped_storage()._cdata) > mine + 1:  # the storage that asks
-                            held.append((part, name))
-                            break
-        for part, name in held:
-            tier = part.block.plan.weights
-            if self._side is None and tier is not Tier.DISK:
-                self._residency.settle(part)
-            elif tier is not home and tier is not Tier.DEVICE and name not in self._named:
-                self._named.add(name)
-                log.warning(
-                    "Code holds the memory of %r, as detach() or data gives it in a forward. These weights live on tier %r, so the "
-                    "memory has other content later. Take it anew where it is read, or a copy, or keep the block where it computes "
-                    "by another plan.", name, tier.value,
-                )  # fmt: skip
+        """A step has issued its updates. Weights that code holds are new as this returns."""
+        if self.updating and self._slices is None:
+            self._in_code.settle(self._blocks)
 
     def reduce_left(self) -> None:
         """Backward has ended: submits REDUCEs of what no REDUCE has taken."""
