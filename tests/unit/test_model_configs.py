@@ -153,6 +153,7 @@ def test_blocks_have_the_names_and_sizes_of_the_built_model(name: str, itemsize:
     assert [(b.name, b.pinned) for b in found.blocks] == [(s.name, s.pinned) for s in partition(model)]
     assert _of_profile(found) == _of_module(model, _of_profile(found))
     assert found.num_params == sum(p.numel() for p in model.parameters())
+    assert sum(map(found.state_bytes, found.blocks)) == sum(p.numel() * (8 if p.itemsize == 4 else 12) for p in model.parameters())
 
 
 TARGETS: dict[str, tuple[str, list[str]]] = {

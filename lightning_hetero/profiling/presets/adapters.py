@@ -188,7 +188,7 @@ class Lora:
             itemsize: Bytes of an element of the model's activations.
         """
         if is_tensor(module):
-            return module.weight_params * itemsize
+            return module.weight_params * (module.itemsize or itemsize)
         copy = module.inputs * ITEMSIZE if module.kind is Kind.LINEAR and itemsize != ITEMSIZE else 0
         scaled = module.outputs * (itemsize + ITEMSIZE) if self.dora else 0  # its magnitudes multiply both results
         return tokens * (copy + rank * ITEMSIZE + scaled)
@@ -196,7 +196,7 @@ class Lora:
     def transient_bytes(self, module: Module, tokens: int, itemsize: int) -> int:
         """Bytes that an adapter needs for a time: fp32 results, and DoRA's sums of weights."""
         if is_tensor(module):
-            return module.weight_params * itemsize
+            return module.weight_params * (module.itemsize or itemsize)
         results = ITEMSIZE * tokens * module.outputs if itemsize != ITEMSIZE else 0
         sums = 3 * ITEMSIZE * module.inputs * module.outputs if self.dora else 0
         return results + sums

@@ -1,7 +1,9 @@
 """Current decoders from their own ``config.json``: every module with weights, by family.
 
-The names of modules, defaults of missing keys, and what has a bias are those of transformers 5. A
-norm keeps its input, attention its queries, keys, values and output, as fused kernels do.
+The names of modules, defaults of missing keys, and what has a bias are those of transformers 5.
+A norm keeps its input, attention its queries, keys, values and output, as fused kernels do. The
+routers of DeepSeek's experts are fp32 whatever the model's dtype, as they are since transformers
+5.24.
 """
 
 from __future__ import annotations
@@ -109,6 +111,8 @@ class _Experts:
         shared_name: Its module's name.
         shared_gate: Whether a gate scales its output.
         layers: The layers that have experts.
+        router_itemsize: Bytes of one weight of the router, and of its output; 0: those of the
+            compute dtype.
     """
 
     number: int
@@ -118,6 +122,7 @@ class _Experts:
     shared: int = 0
     shared_name: str = "shared_experts"
     shared_gate: bool = False
+    router_itemsize: int = 0
 
 
 def _mixtral_experts(c: Config) -> _Experts:
@@ -158,6 +163,7 @@ def _deepseek_experts(c: Config) -> _Experts:
         width=width,
         shared=width * c.size("n_shared_experts", default=1),
         layers=frozenset(range(c.size("first_k_dense_replace", default=0, least=0), c.size("num_hidden_layers"))),
+        router_itemsize=4,
     )
 
 
@@ -367,12 +373,12 @@ def _mixture(experts: _Experts, prefix: str, h: int, *, reads: str, bias: bool) 
     The outputs of experts are kept, because the router's weights multiply them.
     """
     e = experts
-    router = Module(name=f"{prefix}.mlp.gate", kind=Kind.OTHER, inputs=h, outputs=e.number)
+    router = Module(name=f"{prefix}.mlp.gate", kind=Kind.OTHER, inputs=h, outputs=e.number, itemsize=e.router_itemsize)
     inside = f"{prefix}.mlp.experts"
     up = Module(name=f"{inside}.gate_up_proj", kind=Kind.PARAMETER, inputs=h, outputs=2 * e.width, copies=e.number, used=e.used)
     down = Module(name=f"{inside}.down_proj", kind=Kind.PARAMETER, inputs=e.width, outputs=h, copies=e.number, used=e.used)
     rows = [
-        Operator(name="mlp.gate", width=e.number, module=router, reads=reads),
+        Operator(name="mlp.gate", width=e.number, module=router, reads=reads, itemsize=e.router_itemsize),
         Operator(name="mlp.experts.inputs", width=e.used * h, kept=False),
         Operator(name="mlp.experts.gate_up_proj", width=2 * e.used * e.width, module=up, reads="mlp.experts.inputs"),
         Operator(name="mlp.experts.act_fn", width=e.used * e.width),

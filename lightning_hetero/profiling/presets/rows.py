@@ -38,6 +38,7 @@ class Module:
         used: Matrices that each token is multiplied with; 0 of vectors and embeddings.
         tied: Whether its weights belong to another module.
         head: Whether it is the model's output layer.
+        itemsize: Bytes of one element of its parameters; 0: those of the compute dtype.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Module:
     used: int = 1
     tied: bool = False
     head: bool = False
+    itemsize: int = 0
 
     @property
     def weight_params(self) -> int:

@@ -12,7 +12,7 @@ frozen rest has the compute and the activations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.errors import ConfigError, did_you_mean
@@ -129,26 +129,41 @@ class _Tuned:
 
     def _stored(self) -> tuple[_Stored, _Stored]:
         """Frozen and trained parameters."""
-        e, modules, quantization = self._shape.itemsize, list(self._rows.modules), self._tuning.quantization
-        base = sum(m.num_params for m in modules)
+        modules, quantization = list(self._rows.modules), self._tuning.quantization
+        base = self._trained(modules)
         if self._lora is None:
-            return _NOTHING, _Stored(base, base * e, base * _state_itemsize(e))
+            return _NOTHING, base
         quantized = [] if quantization is None else [m for m in modules if is_quantized(m)]
         changed = 0 if quantization is None else sum(map(quantization.weight_bytes, quantized))
-        as_it_is = (base - sum(m.weight_params for m in quantized)) * e
+        as_it_is = base.num_bytes - sum(m.weight_params * self._itemsize(m) for m in quantized)
         reasons = [self._copied] if as_it_is else []
         reasons += [f"they are quantized ({quantization})"] if quantized else []
         frozen = _Stored(
-            base, changed + as_it_is, in_place_bytes=0 if self._copied else as_it_is, copied="; ".join(filter(None, reasons))
-        )  # fmt: skip
+            base.num_params,
+            changed + as_it_is,
+            in_place_bytes=0 if self._copied else as_it_is,
+            copied="; ".join(filter(None, reasons)),
+        )
         added = sum(self._lora.params(m, rank) for m, rank in self._adapted)
-        copies = sum(replace(m, tied=False).num_params for m in self._saved)
+        copies = self._trained([replace(m, tied=False) for m in self._saved])
         trained = _Stored(
-            added + copies,
-            added * adapters.ITEMSIZE + copies * e,
-            added * _state_itemsize(adapters.ITEMSIZE) + copies * _state_itemsize(e),
+            copies.num_params + added,
+            copies.num_bytes + added * adapters.ITEMSIZE,
+            copies.state_bytes + added * _state_itemsize(adapters.ITEMSIZE),
         )
         return frozen, trained
+
+    def _trained(self, modules: Sequence[Module]) -> _Stored:
+        """The parameters of modules, with state."""
+        sizes = [(m.num_params, self._itemsize(m)) for m in modules]
+        return _Stored(
+            sum(count for count, _ in sizes),
+            sum(count * e for count, e in sizes),
+            sum(count * _state_itemsize(e) for count, e in sizes),
+        )
+
+    def _itemsize(self, module: Module) -> int:
+        return module.itemsize or self._shape.itemsize
 
     def _trained_part(self, trained: _Stored) -> BlockProfile:
         part = BlockProfile(
