@@ -8,10 +8,10 @@ pinned (``format.pins``). The last step is also pinned before a record in the mi
 parameters have joined an optimizer, a checkpoint was loaded, or blocks move after a write.
 
 [Note: How much a kill loses]
-The record of a step is written while the next step computes. It is on the disk before the next step
-ends, which is when that step's hooks run. So a kill finds at most one ended step without its
-record, however slow the disk is. An earlier wait would lose the overlap. With a later wait, steps
-would pile up behind a slow disk.
+The first record, of no step, is on the disk before training starts. The record of a step is written
+while the next step computes. It is on the disk before the next step ends, which is when that step's
+hooks run. So a kill finds at most one ended step without its record, however slow the disk is. An
+earlier wait would lose the overlap. With a later wait, steps would pile up behind a slow disk.
 """
 
 from __future__ import annotations
@@ -255,7 +255,6 @@ class KeptSteps:
         """The writes of :meth:`placed` are committed. Keeps the step that the run resumed from."""
         if not self.kept or not self._state:
             return
-        self._open.store.files.wait_for_commit()  # hooks as training starts may change what is written
         if self._source is not None:
             self._source.close(removes=self._own_rank == 0)
             self._source = None

@@ -174,6 +174,7 @@ class Session(Copies):
                 binding.place(self.store, homes)
         self.steps.placed()
         self.store.commit()
+        self.store.files.wait_for_commit()  # a store has a record before training starts; its hooks may change what is written
         self.steps.committed()
         if executor.device is not None:
             executor.rest()
