@@ -91,7 +91,8 @@ class Moves(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         session, draw = trainer.strategy.session, self._draw
-        rows = [BlockPlan(name=b.name, weights=draw.choice(RANKS.weights), state=draw.choice(RANKS.state)) for b in session.blocks]
+        homes = [tier for tier in RANKS.weights if session.options.device is None or tier is not Tier.DISK]
+        rows = [BlockPlan(name=b.name, weights=draw.choice(homes), state=draw.choice(RANKS.state)) for b in session.blocks]
         wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
         assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
         for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):

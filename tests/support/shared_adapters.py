@@ -57,6 +57,11 @@ class Adapted(pl.LightningModule):
         if self.model is None:
             self.build()
 
+    @property
+    def layers(self) -> torch.nn.Module:
+        """The repeated blocks."""
+        return next(module for name, module in self.named_modules() if name.endswith(".layers"))
+
     def loss(self, batch: Tensor, index: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         return loss
