@@ -170,7 +170,7 @@ MANIFEST = {
 @functools.cache
 def _folder() -> Path:
     """A directory in memory that goes with the process."""
-    directory = tempfile.TemporaryDirectory(prefix="hetero-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    directory = tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     _keep.append(directory)
     return Path(directory.name)
 
