@@ -30,6 +30,7 @@ from lightning_hetero.lanes.op import DELAY_S, Failures, QueuedOp
 from lightning_hetero.lanes.queue import Queue, close_queues
 
 _FORGET = 256  # ops that are remembered before those that have ended are forgotten
+_MANY = 32  # tickets of which an op looks whether they are done
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -54,6 +55,8 @@ class EngineOp:
         """``run`` has returned ``tickets``; it followed those ``behind``."""
         self.tickets, self._ended_s = tuple(tickets), now_s()
         own = [ticket for ticket in self.tickets if isinstance(ticket, Ticket)] if self._passed_at else []
+        if not own and len(behind) > _MANY:  # it hands them on, and would hand on those of all steps before
+            behind = [ticket for ticket in behind if ticket.poll() < DONE]
         self.behind = own or behind
 
     def failed(self, error: BaseException, failures: Failures) -> None:
@@ -156,11 +159,7 @@ class EngineLanes(Lanes):
             self._ops = [one for one in self._ops if not one.ended()]
 
     def _tickets_of(self, events: Sequence[Event]) -> Sequence[Ticket]:
-        """The engine's tickets of these events, each once, without those that are done.
-
-        Otherwise an op that has none of its own would hand on those of all steps before. Waits for
-        an event that has none.
-        """
+        """The engine's tickets of these events, each once; waits for an event that has none."""
         found: list[Ticket] = []
         waiting = list(events)
         while waiting:
@@ -171,7 +170,7 @@ class EngineLanes(Lanes):
                 found += event.behind
             else:
                 event.wait()
-        return [ticket for ticket in dict.fromkeys(found) if ticket.poll() < DONE]
+        return list(dict.fromkeys(found))
 
     def mark(self) -> Event:
         """Compute has always done its work."""
