@@ -214,6 +214,8 @@ def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
     result: dict[str, dict[_For, _Seconds]] = {}
     dram: dict[_For, _Seconds] = {kind: {} for kind in _For}
     for lane, (work, table) in LANES.items():
+        if work is Work.COLLECTIVE and hardware.ranks == 1:
+            continue
         seconds = unit_s(rates, work)
         if work is Work.COLLECTIVE:  # of a ring
             seconds *= 1 - 1 / hardware.ranks
