@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import psutil
-
 from lightning_hetero.clock import now_s
 
 _WARM_SHARE = 0.2  # of a window, until all loads have reached their speed
@@ -153,6 +151,8 @@ class Neighbours:
 
     @staticmethod
     def _now() -> tuple[float, float]:
+        import psutil  # takes long to import, and only measurements ask
+
         every = psutil.cpu_times(percpu=True)
         mine = [every[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(every)]
         used = sum(cpu.user + cpu.nice + cpu.steal for cpu in mine)  # user includes guest time
