@@ -207,6 +207,7 @@ ATTRIBUTES = (
     Borrowed("lightning loader:_state_dicts", "The states of dataloaders that have one."),
     Borrowed("lightning strategy:_layer_sync", "Whether layers are exchanged for synchronized ones."),
     Borrowed("lightning strategy:_timeout", "How long ranks wait for each other."),
+    Borrowed("lightning strategy:_process_group_backend", "Whether the user has chosen how ranks exchange."),
     Borrowed("lightning module:_trainer", "Whether a module is attached, without an error if it is not."),
     Borrowed("lightning module:_hparams_name", "Under which name a checkpoint has hyper-parameters."),
     Borrowed("lightning optimizer:_optimizer", "The optimizer inside Lightning's."),
