@@ -15,7 +15,7 @@ from lightning_hetero.porting.settings import NoteKind, Ported, Porting, flat
 
 EXAMPLE = "a YAML file, or \"Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)\""
 
-_PROCESSES = "Lightning sets up one process on one device, and needs no launcher."
+_PROCESSES = "the Trainer sets up its processes, and needs no launcher."
 YOURS = {
     "log_with": "pass Trainer(logger=...).",
     "project_dir": "pass Trainer(default_root_dir=...).",
@@ -37,18 +37,18 @@ YOURS = {
     "torch_tp_plugin": "HeteroParallelStrategy(plan=...) runs tensor parallelism of a cluster plan.",
 }
 NONE = {
-    "num_processes": f"{_PROCESSES} HeteroParallelStrategy(offload=...) trains in several.",
+    "num_processes": "devices=1 is one process. With devices=N, N processes of one machine hold one model together.",
     "deepspeed_config.zero3_init_flag": "build the model in configure_model, or on the meta device.",
     "deepspeed_config.zero3_save_16bit_model": (
         "checkpoints always have all weights. export_weights(module, path, dtype=torch.bfloat16) writes 16-bit safetensors."
     ),
     "device_placement": "the Trainer moves batches.",
-    "split_batches": "one process gets whole batches.",
-    "rng_types": "one process has one generator.",
+    "split_batches": "each process gets whole batches.",
+    "rng_types": "each process has generators of its own.",
     "step_scheduler_with_optimizer": "schedulers step as configure_optimizers says.",
     "fp8_config.*": 'there is no fp8; use precision="bf16-mixed".',
     "ipex_config.*": "nothing of it is used.",
-    "debug": "nothing is sent, so there are no shapes to compare.",
+    "debug": "shapes are not compared; ranks that use other blocks than the rest end with an error.",
 }
 _LAUNCHING = (
     "compute_environment", "distributed_type", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "machine_rank",

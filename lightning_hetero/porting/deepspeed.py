@@ -359,7 +359,7 @@ _ARGUMENTS = {
     "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
 }
-_PROCESSES = "Lightning sets up one process on one device."
+_PROCESSES = "the Trainer sets up its processes."
 _NOT_OF_DEEPSPEED = {
     "accelerator": "pass it to the Trainer.",
     "precision_plugin": "pass plugins to the Trainer.",

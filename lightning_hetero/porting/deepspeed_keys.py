@@ -22,7 +22,7 @@ AUTOS: dict[str, tuple[str, object]] = {
     "fp16.enabled": ("fp16", False),
 }
 
-_SENT = "one process computes: nothing is partitioned, sent or reduced."
+_SENT = "devices=1 partitions, sends and reduces nothing. With devices=N, N ranks hold one model together."
 _ENGINE = "the native engine chooses its own buffers, chunks and requests."
 _PLAN = "a planner decides it for this model on this machine."
 _OVERLAP = "reads, updates and writes always overlap."

@@ -12,8 +12,8 @@ EXAMPLE = '"fsdp_cpu_offload", or "FSDPStrategy(cpu_offload=True, auto_wrap_poli
 _CALLS = ("FSDPStrategy", "ModelParallelStrategy", "FullyShardedDataParallel", "FSDP", "fully_shard")
 _REGISTERED: dict[str, dict[str, object]] = {"fsdp": {}, "fsdp_cpu_offload": {"cpu_offload": True}}
 
-_SENT = "one process computes: nothing is sharded, gathered or reduced."
-_PROCESSES = "Lightning sets up one process on one device."
+_SENT = "devices=1 shards, gathers and reduces nothing. With devices=N, N ranks hold one model together."
+_PROCESSES = "the Trainer sets up its processes."
 _PLAN = "on a GPU the plan decides block by block what is kept, recomputed or swapped."
 _CHECKPOINT = "a checkpoint is one ordinary file, written one tensor at a time. link_checkpoints=True makes links."
 
