@@ -270,11 +270,10 @@ def test_a_fit_is_validated_saved_and_resumed(fake: FakeCuda, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "trainer", "error", "text"),
     [
-        ({}, {"devices": 2}, UnsupportedError, 'devices=2.*strategy="hetero_parallel"'),
         ({"device": EmulatedDevice(memory="1MiB")}, {}, ConfigError, 'accelerator="cpu", or leave device out'),
         ({"verify": 1, "device_memory": "128KiB"}, {}, OutOfMemoryBudgetError, "verify=1 needs .* of cpu, of which 128.0 KiB"),
     ],
-    ids=["several", "emulated", "verify"],
+    ids=["emulated", "verify"],
 )
 def test_unsupported_features_on_a_gpu_are_refused_by_name(
     options: dict[str, Any], trainer: dict[str, Any], error: type[Exception], text: str, fake: FakeCuda, tmp_path: Path
