@@ -35,6 +35,7 @@ from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.format import record
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.pins import pin, pins, unpin
+from lightning_hetero.store.format.sets import root_of
 from lightning_hetero.store.format.snapshots import snapshot
 from lightning_hetero.store.format.state_files import StateFiles
 from lightning_hetero.store.live.blocks import Block, Part, parts_of
@@ -92,7 +93,7 @@ class KeptSteps:
         self._is_too_large = False
         self._opened: _Open | None = None
         self._every, self._count = options.keep_every, 0
-        self._collectives, self._own_rank = options.collectives, options.own.rank
+        self._collectives, self._own_rank, self._ranks = options.collectives, options.own.rank, options.own.ranks
         self._source: SpreadStep | None = None
         self._has_pins = False
         self._owners: list[list[int]] = []
@@ -243,7 +244,7 @@ class KeptSteps:
         self._open.store.unrecorded.changed = False
         changing = [part for part in self._parts if part.slots > 1]
         size = sum(mirror_bytes(part, None if part.native is None else part.native.geometry) for part in changing)
-        where = str(self._open.directory.path)
+        where = str(root_of(self._open.directory.path, self._ranks))
         often = "Every step" if self._every == 1 else f"One of {self._every} steps"
         log.info(
             "%s is kept in %r: pass it as ckpt_path to go on from the last one. What the plan keeps in memory is written "

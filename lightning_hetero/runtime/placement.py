@@ -296,6 +296,12 @@ class Placer:
                     f"optimizer {blockwise.why_whole(other.optimizer)}. {self._ranks} ranks share the parameters of block "
                     f"{block.name!r}, and each updates some. Or use an optimizer of torch.optim."
                 )
+            if self._ranks > 1 and foreign and self.device_memory is not None:
+                raise UnsupportedError(
+                    f"optimizer {type(foreign[0].optimizer).__name__} updates block {block.name!r} by its own code, which "
+                    f"{self._ranks} ranks on devices of their own do not run yet. Allowed there: torch.optim.Adam and AdamW "
+                    f"without amsgrad, on weights of at most 32 bits. Or pass devices=1."
+                )
             if self._ranks > 1 and foreign and Tier.DISK in (placed.weights, placed.state):
                 raise UnsupportedError(
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {type(foreign[0].optimizer).__name__} "
@@ -314,8 +320,8 @@ class Placer:
                     else "on devices of their own"
                 )
                 raise UnsupportedError(
-                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share {why}. Place "
-                    f"weights on 'host'."
+                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share {why}. Keep "
+                    f'weights in host memory, as plan "host" does; state may stay on disk.'
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:

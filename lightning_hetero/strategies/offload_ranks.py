@@ -165,15 +165,15 @@ class HeteroOffloadRanks(_Base):
 
     def _refusal(self, what: str, remedy: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{what} with devices={self.num_processes}: several devices hold one model together, which does not go with it yet. "
+            f"{what} does not work with devices={self.num_processes} yet, where several devices hold one model together. "
             f"{remedy} Or pass devices=1."
         )
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Places this rank's slices of the first rank's weights."""
         self._kept = None
-        if why := _unshared(self.run.module):
-            raise self._refusal(why, "Allowed: ordinary parameters of torch.float64, float32, float16 and bfloat16.")
+        if refused := _unshared(self.run.module):
+            raise self._refusal(*refused)
         Offloading.setup(self, trainer)
         share_buffers(self.run)
 
@@ -270,17 +270,18 @@ def share_buffers(run: OffloadRun) -> None:
                 buffer.copy_(here)
 
 
-def _unshared(module: nn.Module) -> str:
-    """Why ranks cannot share the module's weights; empty if they can."""
+def _unshared(module: nn.Module) -> tuple[str, str] | None:
+    """What weights ranks cannot share, and the remedy; ``None`` if they can share all."""
+    ordinary = "Allowed: ordinary parameters of torch.float64, float32, float16 and bfloat16."
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
-            return f"parameter {name!r}, a DTensor that other ranks have parts of already,"
+            return f"parameter {name!r}, a DTensor that other ranks have parts of already,", ordinary
         if param.dtype not in _DTYPES or is_to_quantize(param):
-            return f"parameter {name!r} of {type(param).__name__} with {param.dtype}"
+            return f"parameter {name!r} of {type(param).__name__} with {param.dtype}", ordinary
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            return f"{name!r}, whose forward changes its weights for max_norm={part.max_norm},"
-    return ""
+            return f"{name!r}, whose forward changes its weights for max_norm={part.max_norm},", "Leave max_norm out."
+    return None
 
 
 def class_for(lightning: Lightning) -> type[HeteroOffloadRanks]:

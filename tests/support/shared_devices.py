@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -24,6 +25,7 @@ from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.stream_device import StreamDevice
+from lightning_hetero.runtime import kept_steps
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
 from support import planned_ranks, shared_model
@@ -132,7 +134,9 @@ def keeps_steps(out: Path) -> None:
     for plan in ("host", MIXED):
         store = out / f"store-{plan if isinstance(plan, str) else plan.name}"
         first = model(seed=5 + RANK)
-        trainer(out, on_device(plan, disk_path=store), max_steps=2).fit(first, batches())
+        with mock.patch.object(kept_steps.log, "info") as said:
+            trainer(out, on_device(plan, disk_path=store), max_steps=2).fit(first, batches())
+        assert [call.args[2] for call in said.call_args_list if "pass it as ckpt_path" in call.args[0]] == [str(store)]
         same(first, reference("", number=2))
         second = model(seed=9 + RANK)
         trainer(out, on_device(plan, disk_path=store)).fit(second, batches(), ckpt_path=store)
@@ -185,6 +189,10 @@ def takes_weights_that_code_changes(out: Path) -> None:
     same(*trained)
     with pytest.raises(UnsupportedError, match=r"has weights='disk' for block 'layers\.0', which 2 ranks share on devices"):
         trainer(out, on_device("disk")).fit(model(), batches())
+    for plan in ("host", "disk"):
+        with pytest.raises(UnsupportedError, match=r"optimizer SGD .* Allowed there: torch\.optim\.Adam and") as refused:
+            trainer(out, on_device(plan)).fit(model(optimizer=torch.optim.SGD, lr=0.1), batches())
+        assert "plan" not in str(refused.value)
 
 
 def ends_where_memory_is_too_small(out: Path) -> None:

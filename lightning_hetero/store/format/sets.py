@@ -27,6 +27,11 @@ def place_of(root: Path, rank: int, ranks: int) -> Path:
     return root if ranks == 1 else root / f"rank-{rank}-of-{ranks}"
 
 
+def root_of(place: Path, ranks: int) -> Path:
+    """The inverse of :func:`place_of`: what a user passes as ``disk_path`` and ``ckpt_path``."""
+    return place if ranks == 1 else place.parent
+
+
 def stores_in(root: Path) -> list[Path]:
     """The stores of a directory: its own, and those of ranks."""
     if not root.is_dir():

@@ -19,6 +19,7 @@ from lightning_hetero.errors import (
     UnsupportedError,
 )
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
+from lightning_hetero.strategies.offload_ranks import _unshared
 
 
 class Other(Precision):
@@ -45,6 +46,13 @@ def test_several_devices_refuse_by_name_before_processes_start(
     with pytest.raises(UnsupportedError) as caught:
         Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=root, **flags)
     assert all(word in str(caught.value) for word in ["devices=2", "devices=1", *words])
+
+
+def test_the_remedy_for_weights_that_a_forward_changes_is_to_leave_max_norm_out() -> None:
+    assert _unshared(torch.nn.Embedding(4, 2)) is None
+    what, remedy = _unshared(torch.nn.Embedding(4, 2, max_norm=0.5)) or ("", "")
+    assert "max_norm=0.5" in what
+    assert remedy == "Leave max_norm out."
 
 
 def test_two_nodes_are_refused(root: Path) -> None:
