@@ -233,7 +233,7 @@ def _stand_in(porting: Porting, name: str) -> Optimizer:
         f"class says that it may run block by block."
     )
     if name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
-        why = f"{name} compresses what processes send; one process sends nothing. AdamW stands in its place."
+        why = f"{name} compresses what processes send; nothing is compressed here. AdamW stands in its place."
     porting.note("optimizer.type", NoteKind.YOURS, why)
     for key in porting.below(_PARAMS):
         del porting.settings[_PARAMS + key]
