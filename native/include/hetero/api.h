@@ -51,11 +51,11 @@ HETERO_API int32_t hetero_force_isa(int32_t isa);  // for tests and benchmarks; 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 // Anonymous address space, 2 MiB aligned, huge pages advised, no page present until touched. Null on failure.
 HETERO_API void* hetero_reserve(int64_t bytes);
-// Puts a file's pages from `offset` on in the place of the reserved pages of [p, p + bytes), whose content is lost; all three are
-// multiples of a page. `shared`: writes reach the file, and so every process that maps it; else they stay here.
+// Puts a file's pages from `offset` on in the place of the reserved pages of [p, p + bytes), whose content is lost; all three
+// are multiples of a page. `shared`: writes reach the file, and so every process that maps it; else they stay here.
 HETERO_API int32_t hetero_map(void* p, int64_t bytes, int32_t file, int64_t offset, int32_t shared);
-// Gives the pages of [p, p + bytes) back; the addresses stay valid. Whole pages inside the range only. Shared pages of a file go
-// back for every process; where a file is mapped but not shared, its own pages are seen again.
+// Gives the pages of [p, p + bytes) back; the addresses stay valid. Whole pages inside the range only. Shared pages of a file
+// go back for every process; where a file is mapped but not shared, its own pages are seen again.
 HETERO_API int32_t hetero_drop(void* p, int64_t bytes);
 HETERO_API int32_t hetero_unreserve(void* p, int64_t bytes);
 
