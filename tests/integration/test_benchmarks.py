@@ -181,7 +181,7 @@ def test_adapters_on_a_card_stream_what_does_not_stay_there(tmp_path: Path) -> N
     turns = ["--rounds", "1", "--steps", "1", "--warm-up", "5", "--layer-s", "0.002"]
     result, output = run("adapters.py", "--device", "emulated", *turns, "--dir", tmp_path, cwd=tmp_path)
     assert "8192 tokens: forward bound by compute, backward by compute" in output
-    assert 0 < result["resident_share"] < 1
+    assert 0 <= result["resident_share"] < 1  # the planner may stream all of them: compute is the limit
     assert 0 < result["upload_share"] < 1
     assert result["device_peak_bytes"] <= result["device_memory_bytes"] < result["layers_bytes"]
     assert result["same_losses"] is True
