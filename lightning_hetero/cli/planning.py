@@ -165,17 +165,19 @@ def fits(
 def run_one(
     name: str, planner: Callable[..., Plan], model: ModelProfile, hardware: HardwareProfile, options: Mapping[str, Any]
 ) -> Outcome:
-    """Runs one planner.
+    """Runs one planner, as training does: of several devices that hold a model together, for one.
 
     An impossible request is an outcome; any other error is a fault and is raised.
     """
+    from lightning_hetero.planners.one_rank import one_rank
+
     if name == DEFAULT:
         from lightning_hetero.planners.holistic.solvers import load_solver
 
         load_solver()
     start = time.perf_counter()
     try:
-        plan = planner(model, hardware, **options)
+        plan = planner(*one_rank(model, hardware), **options)
     except (PlanError, ConfigError, UnsupportedError) as error:
         return Outcome(planner=name, error=error, planning_s=time.perf_counter() - start)
     return Outcome(planner=name, plan=plan, planning_s=time.perf_counter() - start)

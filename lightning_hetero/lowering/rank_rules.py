@@ -1,4 +1,4 @@
-"""Which plans ranks that share a model can run: one value, which the runtime and planners read."""
+"""Which plans can run where ranks share a model: one rule, which the runtime and planners read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
@@ -14,7 +16,7 @@ _Kind = TypeVar("_Kind", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRules:
-    """What a rule for a block may say.
+    """What the rule for a block may say.
 
     Attributes:
         weights: Tiers of weights, those that a planner takes instead of others first.
@@ -26,22 +28,26 @@ class RankRules:
     state: tuple[Tier, ...]
     update: tuple[UpdateLane, ...]
 
-    def allows(self, placed: BlockPlan) -> bool:
-        """Whether ranks can run a block under a rule."""
-        return placed.weights in self.weights and placed.state in self.state and placed.update in self.update
+    def allows(self, placed: BlockPlan, *, trained: bool) -> bool:
+        """Whether a block can run under a rule; without training it has no state and no update."""
+        return placed.weights in self.weights and (not trained or (placed.state in self.state and placed.update in self.update))
+
+    def allows_all(self, plan: Plan, model: ModelProfile) -> bool:
+        """Whether a model can run under a resolved plan."""
+        rows = zip(plan.blocks, model.blocks, strict=True)
+        return all(self.allows(placed, trained=block.num_trainable_params > 0) for placed, block in rows)
 
     def nearest(self, plan: Plan) -> Plan:
         """The plan with what is allowed in the place of what is not, for planners."""
-        rows = tuple(
-            replace(
-                b,
-                weights=_or_first(b.weights, self.weights),
-                state=_or_first(b.state, self.state),
-                update=_or_first(b.update, self.update),
-            )
-            for b in plan.blocks
+        return replace(plan, blocks=tuple(map(self._nearest, plan.blocks)))
+
+    def _nearest(self, placed: BlockPlan) -> BlockPlan:
+        return replace(
+            placed,
+            weights=_or_first(placed.weights, self.weights),
+            state=_or_first(placed.state, self.state),
+            update=_or_first(placed.update, self.update),
         )
-        return replace(plan, blocks=rows)
 
     @property
     def text(self) -> str:
@@ -57,10 +63,24 @@ def _either(values: Iterable[StrEnum]) -> str:
     return " or ".join(repr(str(value)) for value in values)
 
 
-def nearest(plan: Plan, ranks: int) -> Plan:
-    """The plan with what several ranks can run in the place of what they cannot, for planners."""
-    return plan if ranks == 1 else RANKS.nearest(plan)
+EVERYTHING = RankRules(weights=tuple(Tier), state=tuple(Tier), update=tuple(UpdateLane))
+"""What a process alone runs."""
 
 
-RANKS = RankRules(weights=(Tier.HOST, Tier.DEVICE, Tier.DISK), state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
-"""What several ranks run."""
+def rules(ranks: int, *, shared_memory: bool, gathers_in_place: bool) -> RankRules:
+    """What each of several ranks can run; one rank runs everything.
+
+    Args:
+        ranks: Ranks that share a model.
+        shared_memory: Their devices are the host's own CPU.
+        gathers_in_place: They have whole weights in the same memory, where their slices are.
+    """
+    if ranks == 1:
+        return EVERYTHING
+    weights = (Tier.HOST, Tier.DEVICE, *([Tier.DISK] if shared_memory and gathers_in_place else ()))
+    return RankRules(weights=weights, state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
+
+
+def rules_of(hardware: HardwareProfile) -> RankRules:
+    """What can run on one rank's share of a machine."""
+    return rules(hardware.ranks, shared_memory=hardware.shared_memory, gathers_in_place=hardware.gathers_in_place)

@@ -21,7 +21,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.one_rank import one_rank
 
 
@@ -160,7 +160,7 @@ def variants(name: str, model: ModelShape, hardware: HardwareProfile) -> tuple[P
         model: The blocks.
         hardware: The machine, or one rank's share of it.
     """
-    return tuple(nearest(plan, hardware.ranks) for plan in _VARIANTS[name](model, hardware.shared_memory))
+    return tuple(rules_of(hardware).nearest(plan) for plan in _VARIANTS[name](model, hardware.shared_memory))
 
 
 def plan(model: ModelProfile, hardware: HardwareProfile, *, baseline: str, updates: Updates = Updates.IN_BACKWARD) -> Plan:

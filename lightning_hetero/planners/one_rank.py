@@ -12,7 +12,7 @@ from dataclasses import replace
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.lowering.rank_rules import RANKS
+from lightning_hetero.lowering.rank_rules import rules_of
 
 _CAPACITIES = ("host_memory_bytes", "disk_capacity_bytes")
 _RATES = (
@@ -64,13 +64,8 @@ def as_run(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> tuple[
     A plan that ranks cannot run is that of one device alone, with all of the machine, without
     collectives.
     """
-    return one_rank(model, hardware if runs_on_ranks(plan, model) else replace(hardware, world_size=1))
-
-
-def runs_on_ranks(plan: Plan, model: ModelProfile) -> bool:
-    """Whether several ranks can run a resolved plan."""
-    rows = zip(plan.blocks, model.blocks, strict=True)
-    return all(RANKS.allows(placed) for placed, block in rows if block.num_trainable_params)
+    runs = rules_of(share_of(hardware)).allows_all(plan, model)
+    return one_rank(model, hardware if runs else replace(hardware, world_size=1))
 
 
 def _scaled(model: ModelProfile, factor: float) -> ModelProfile:

@@ -37,7 +37,7 @@ from lightning_hetero.ir.model import ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes import Device
 from lightning_hetero.lanes.decisions import Decisions
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import EVERYTHING
 from lightning_hetero.planners import BUILTIN_PLANS
 from lightning_hetero.planners.baselines import check_machine
 from lightning_hetero.planning.fit_planning import FitPlanning, scaled
@@ -91,6 +91,7 @@ class Autoplan:
 
     def __init__(self, planner: str, on: Machine, *, drift: float | None) -> None:
         self.planner, self._on, self._drift, self._together = planner, on, drift, ALONE
+        self._runs = EVERYTHING  # that the fit's ranks run
         self._corrects = not on.is_given  # the first steps correct rates that were measured
         self.stage = Stage.RECORD  # what the next batch is for
         self.plan: Plan | None = None
@@ -160,7 +161,7 @@ class Autoplan:
         return partial(self._known, first), *(partial(self._as_ranks_can, one) for one in others)  # a strategy can be pickled
 
     def _as_ranks_can(self, make: Callable[[ModelShape], Plan], model: ModelShape) -> Plan:
-        return nearest(make(model), self._together.ranks)
+        return self._runs.nearest(make(model))
 
     def _known(self, first: Callable[[ModelShape], Plan], model: ModelShape) -> Plan:
         if self.plan is not None and self._knows((b.name, b.num_params) for b in model.blocks):
@@ -176,6 +177,7 @@ class Autoplan:
         The plan of an earlier fit stays if the model has the same blocks.
         """
         check_machine(self.planner, "CPU", shared_memory=session.options.device is None)
+        self._runs = session.runs
         self._times.clear()
         self._steps = self._odd_batches = 0
         if not self._knows((b.name, sum(p.num_elements for p in b.parts)) for b in session.blocks):

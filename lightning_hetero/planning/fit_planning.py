@@ -18,7 +18,6 @@ from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lowering import cache_sizes, fitted, needs_of, steady
 from lightning_hetero.lowering.cache_sizes import device_rows
 from lightning_hetero.lowering.needs import total_bytes
-from lightning_hetero.lowering.rank_rules import nearest
 from lightning_hetero.planners import BUILTIN_PLANS, PLANNERS
 from lightning_hetero.planning.together import ALONE, Together
 from lightning_hetero.runtime.optimizers import Rule
@@ -106,10 +105,10 @@ class FitPlanning:
 
     def next_best(self, plan: Plan, machine: HardwareProfile) -> Plan | None:
         """The fastest built-in plan that could run instead, predicted; ``None``: none could."""
-        shape, device = self.model.shape(), machine.copies_weights
+        shape, device, runs = self.model.shape(), machine.copies_weights, self.session.runs
         found = []
         for make in BUILTIN_PLANS.values():
-            other = fitted(nearest(make(shape), machine.ranks), shape, device=device)
+            other = fitted(runs.nearest(make(shape)), shape, device=device)
             if other.blocks == fitted(plan, shape, device=device).blocks:
                 continue
             with suppress(OutOfMemoryBudgetError, PlanError, ConfigError, UnsupportedError):
@@ -183,8 +182,8 @@ class FitPlanning:
         """
         shape, shared = self.model.shape(), self.session.device_memory is None
         plans, ranks = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())], self.together.ranks
-        differences = []
-        for plan in (fitted(nearest(p, ranks), shape, device=not shared or ranks > 1) for p in plans):
+        differences, runs = list[int](), self.session.runs
+        for plan in (fitted(runs.nearest(p), shape, device=not shared or ranks > 1) for p in plans):
             needs = needs_of(
                 plan, self.model, shared_memory=shared, updates=self._updates, ranks=ranks,
                 gathers_in_place=self.session.file is not None,
@@ -197,9 +196,9 @@ class FitPlanning:
     def _planned(self, room: HardwareProfile, planner: str) -> Plan:
         """The planner's plan.
 
-        If an optimizer runs its own code on a device, only of activations. If one runs whole, what
-        it trains cannot be on disk, which planners do not know: they plan without the disk, and if
-        that does not fit, everything else is there.
+        If an optimizer runs its own code on a device, only of activations. What one trains that
+        runs whole, or by its own code on slices, cannot be on disk. Planners do not know that, so
+        they plan without the disk. If that does not fit a process alone, everything else is there.
         """
         try:
             return self._searched(room, planner)
@@ -212,15 +211,14 @@ class FitPlanning:
     def _searched(self, room: HardwareProfile, planner: str) -> Plan:
         capabilities = {binding.capability for binding in self.session.bindings}
         diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
-        if room.ranks > 1 and not room.shared_memory:  # on devices of their own, ranks have no weights on disk
-            room = diskless
-        if room.shared_memory and Rule.WHOLE in capabilities:
+        in_memory = Rule.WHOLE in capabilities or (room.ranks > 1 and not capabilities <= {Rule.NATIVE})
+        if room.shared_memory and in_memory:
             try:
                 return PLANNERS[planner](self.model, diskless, updates=self._updates)
             except PlanError:
-                if not room.disk_capacity_bytes:
+                if not room.disk_capacity_bytes or room.ranks > 1:
                     raise
-                return nearest(BUILTIN_PLANS["disk"](self.session.running.model), room.ranks)
+                return self.session.runs.nearest(BUILTIN_PLANS["disk"](self.session.running.model))
         if room.shared_memory or capabilities <= {Rule.NATIVE}:
             return PLANNERS[planner](self.model, room, updates=self._updates)
         try:

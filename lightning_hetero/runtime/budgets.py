@@ -11,6 +11,7 @@ from lightning_hetero.ir.model import BlockShape, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes import memory
+from lightning_hetero.lowering.rank_rules import RankRules
 from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -110,6 +111,11 @@ class Budgets:
     def device_memory(self) -> int | None:
         """Bytes of a device with memory of its own that plans may use; ``None`` without one."""
         return self._placer().device_memory
+
+    @property
+    def runs(self) -> RankRules:
+        """What the rules for blocks may say, of one of several ranks."""
+        return self._placer().runs
 
     def check(self, plan: Plan) -> None:
         """Refuses a plan that could not run now, without changing anything.

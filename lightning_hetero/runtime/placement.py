@@ -22,13 +22,13 @@ from lightning_hetero.lowering import (
     fitted,
     lower,
     needs_of_shape,
+    rank_rules,
 )
 from lightning_hetero.lowering.cache_sizes import device_rows, divided
 from lightning_hetero.lowering.memory_errors import device_too_small, too_small
 from lightning_hetero.lowering.needs import DEVICE_STATES, Constant, total_bytes
 from lightning_hetero.lowering.placed_blocks import placements
 from lightning_hetero.lowering.rank_needs import whole_bytes
-from lightning_hetero.lowering.rank_rules import RANKS
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
@@ -100,6 +100,7 @@ class Placer:
         self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self._ranks, self._in_place = options.own.ranks, in_place
+        self.runs = rank_rules.rules(self._ranks, shared_memory=options.device is None, gathers_in_place=in_place)
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
@@ -307,21 +308,11 @@ class Placer:
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {type(foreign[0].optimizer).__name__} "
                     f'updates slices by its own code, in memory. Use plan="host", or torch.optim.Adam or AdamW without amsgrad.'
                 )
-            if self._ranks > 1 and not RANKS.allows(placed):
+            if not self.runs.allows(placed, trained=bool(owners)):
                 raise UnsupportedError(
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
-                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share. Allowed: "
-                    f'{RANKS.text}, as in plan "host".'
-                )
-            if self._ranks > 1 and placed.weights is Tier.DISK and (self.device_memory is not None or not self._in_place):
-                why = (
-                    "that cannot have the same memory (the log says why)"
-                    if self.device_memory is None
-                    else "on devices of their own"
-                )
-                raise UnsupportedError(
-                    f"plan {plan.name!r} has weights='disk' for block {block.name!r}, which {self._ranks} ranks share {why}. Keep "
-                    f'weights in host memory, as plan "host" does; state may stay on disk.'
+                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share{self._sharing}. "
+                    f'Allowed: {self.runs.text}, as in plan "host".'
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if foreign and self.device_memory is not None and not there:
@@ -339,6 +330,13 @@ class Placer:
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {why}; "
                     f'else use plan="host" or an optimizer of torch.optim.'
                 )
+
+    @property
+    def _sharing(self) -> str:
+        """How ranks share the model, if that restricts their plans."""
+        if self.device_memory is not None:
+            return " on devices of their own"
+        return "" if self._in_place else " without having the same memory (the log says why)"
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:
         """Whether plan "disk" runs with these optimizers and needs less of the budget."""

@@ -7,11 +7,14 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.profiles import models
+from support.profiles import machines, models
 from support.simulations import CPU
 
+from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
+from lightning_hetero.lowering.rank_rules import rules_of
+from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.lohan import formulas
 from lightning_hetero.planners.one_rank import all_ranks, one_rank
 from lightning_hetero.profiling import presets
@@ -74,3 +77,18 @@ def test_devices_that_hold_a_model_together_share_the_disks_and_bring_whole_weig
     assert share.copies * share.gradient_bytes / share.download_bytes_per_s == pytest.approx(
         alone.gradient_bytes / alone.download_bytes_per_s
     )
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@given(models(), machines(), st.integers(2, 4), st.booleans())
+def test_planners_take_only_what_ranks_run(
+    planner: str, model: ModelProfile, machine: HardwareProfile, ranks: int, mapped: bool
+) -> None:
+    """What training refuses is by the same rule (``runtime.placement``)."""
+    machine = replace(machine, world_size=ranks, collective_bytes_per_s=1e9, meeting_s=1e-5, gathers_in_place=mapped)
+    part, share = one_rank(model, machine)
+    try:
+        plan = PLANNERS[planner](part, share)
+    except (PlanError, ConfigError):
+        return
+    assert rules_of(share).allows_all(plan, part)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
+from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
-from lightning_hetero.lowering.rank_rules import RANKS
+from lightning_hetero.planners import PLANNERS
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
@@ -40,16 +43,30 @@ def on_all_ranks(value: object) -> list[Any]:
 
 
 class Plans(pl.Callback):
-    """Notes the plans that come into force; one rank alone may ask for another one."""
+    """Notes the plans that come into force; one rank alone may ask for another one.
+
+    Attributes:
+        found: The batch, the plan, and the profiles that it was made from.
+        checked: Planners whose plans for less and less host memory can run here.
+    """
 
     def __init__(self, asks: int = -1) -> None:
         self.found: list[tuple[int, str, str, str]] = []
+        self.checked: set[str] = set()
         self._asks, self._batch = asks, 0
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         auto = trainer.strategy.autoplan
         if auto.plan is not None and (not self.found or self.found[-1][1] != auto.plan.to_json()):
             self.found.append((self._batch, auto.plan.to_json(), auto.model.to_json(), auto.machine.to_json()))
+            self._check(trainer.strategy.session, auto.model, auto.machine)
+
+    def _check(self, session: Any, model: ModelProfile, machine: HardwareProfile) -> None:
+        for planner, memory in product(PLANNERS, (machine.host_memory_bytes, 100_000, 70_000, 50_000)):
+            with suppress(PlanError, ConfigError):
+                plan = PLANNERS[planner](model, replace(machine, host_memory_bytes=memory))
+                session.check(session.fitting(plan))
+                self.checked.add(planner)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._batch += 1
@@ -64,6 +81,7 @@ def plans_alike(out: Path) -> None:
     same(shared, reference("", epochs=2))
     every = on_all_ranks(plans.found)
     assert every == [every[0]] * WORLD, "ranks have the same plan, from the same profiles"
+    assert plans.checked >= {"holistic", "host", "disk", "lohan", "protrain", "autohete"}, plans.checked
     assert [batch for batch, *_ in every[0]] == [4], "planned once, after the batches that are measured"
     machine = HardwareProfile.from_json(every[0][0][3])
     assert (machine.ranks, machine.world_size) == (WORLD, 1)
@@ -91,8 +109,8 @@ class Moves(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         session, draw = trainer.strategy.session, self._draw
-        homes = [tier for tier in RANKS.weights if session.options.device is None or tier is not Tier.DISK]
-        rows = [BlockPlan(name=b.name, weights=draw.choice(homes), state=draw.choice(RANKS.state)) for b in session.blocks]
+        tiers, runs = draw.choice, session.runs
+        rows = [BlockPlan(name=b.name, weights=tiers(runs.weights), state=tiers(runs.state)) for b in session.blocks]
         wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
         assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
         for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):

@@ -16,7 +16,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes, fitted
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.autohete.formulas import Costs, Counts, costs, device_bytes, host_bytes, iteration_s
 from lightning_hetero.planners.autohete.search import DEEPEST, METHODS, prefetch_depth, relieved
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
@@ -72,7 +72,7 @@ def plan(
             f"Measure or give the rates that are 0: an update on the device, or one on the CPU and the links to it."
         )
     if hardware.shared_memory:
-        in_place = nearest(_emit(model, k, _in_place(k), priority=priority), hardware.ranks)
+        in_place = rules_of(hardware).nearest(_emit(model, k, _in_place(k), priority=priority))
         return evaluated(in_place, model, hardware, updates=updates)
     refusal = first_refusal = optimum = None
     for slots in (2, 1):  # with prefetches, or without if they do not fit
@@ -81,9 +81,9 @@ def plan(
             counts = METHODS[method](tight)
             if counts is None:
                 break
-            optimum = optimum or nearest(_emit(model, k, counts, priority=priority), hardware.ranks)
+            optimum = optimum or rules_of(hardware).nearest(_emit(model, k, counts, priority=priority))
             counts = relieved(tight, counts)
-            emitted = nearest(_emit(model, k, counts, priority=priority), hardware.ranks)
+            emitted = rules_of(hardware).nearest(_emit(model, k, counts, priority=priority))
             emitted = fitted(emitted, model.shape(), device=hardware.copies_weights)
             try:
                 _check_slots(emitted, slots, model, hardware)

@@ -17,7 +17,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.deep_optimizer_states.formulas import lanes, strides, update_rates, update_ratio, update_s
 from lightning_hetero.planners.evaluation import evaluated
 
@@ -120,7 +120,7 @@ def emit(model: ModelProfile, hardware: HardwareProfile, *, stride: int | None, 
             "static_residents": static_residents,
         },
     )
-    return nearest(plan, hardware.ranks)
+    return rules_of(hardware).nearest(plan)
 
 
 def _rows(model: ModelProfile, states: Iterator[tuple[Tier, UpdateLane]], saved: Saved) -> Iterator[BlockPlan]:

@@ -11,7 +11,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Saved, Tier, UpdateLane
 from lightning_hetero.lowering.needs import DEVICE_STATES
-from lightning_hetero.lowering.rank_rules import RANKS
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.holistic.bounds import Vector, unit_s, uses
 from lightning_hetero.planners.holistic.segments import BlockRun
 
@@ -43,7 +43,6 @@ _ONE_MEMORY: tuple[Placed, ...] = (
     (_K, _H, UpdateLane.CPU),
     (_K, _K, UpdateLane.CPU),
 )
-_OF_RANKS = tuple(p for p in _OWN_MEMORY if RANKS.allows(BlockPlan(name="", weights=p[0], state=p[1], update=p[2])))
 
 
 def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, ...]:
@@ -52,9 +51,11 @@ def placements(block: BlockProfile, hardware: HardwareProfile) -> tuple[Placed, 
 
 
 def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Work]) -> tuple[Placed, ...]:
-    trained, shared = block.num_trainable_params > 0, hardware.shared_memory
+    trained, shared, runs = block.num_trainable_params > 0, hardware.shared_memory, rules_of(hardware)
 
     def allowed(weights: Tier, state: Tier, update: UpdateLane) -> bool:
+        if not runs.allows(BlockPlan(name=block.name, weights=weights, state=state, update=update), trained=trained):
+            return False
         if _K in (weights, state) and (not able >= _DISK_WORK or not hardware.disk_capacity_bytes):
             return False
         if block.pinned and weights is not _D and (weights is _K or hardware.copies_weights):  # see fitted
@@ -62,11 +63,10 @@ def _allowed(block: BlockProfile, hardware: HardwareProfile, able: frozenset[Wor
         if not shared and not able >= _LINK_WORK and (weights, state) != (_D, _D):
             return False
         if not trained:  # without state only the tier of the weights differs
-            return (weights, state, update) in _UNTRAINED if hardware.ranks == 1 else (state, update) == (_H, UpdateLane.CPU)
+            return (weights, state, update) in _UNTRAINED
         return (Work.CPU_UPDATE if update is UpdateLane.CPU else Work.DEVICE_UPDATE) in able
 
-    offered = _OF_RANKS if hardware.ranks > 1 else _ONE_MEMORY if shared else _OWN_MEMORY
-    return tuple(p for p in offered if allowed(*p))
+    return tuple(p for p in (_OWN_MEMORY if hardware.copies_weights else _ONE_MEMORY) if allowed(*p))
 
 
 def policies(hardware: HardwareProfile, block: BlockProfile | None = None) -> tuple[Saved, ...]:

@@ -18,7 +18,7 @@ from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import needs_of
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
 from lightning_hetero.planners.lohan.formulas import InterBlock, Quantities, iteration_s, quantities, swap_order
 from lightning_hetero.planners.lohan.search import METHODS, SwapChoice, at_most, least_layers
@@ -64,7 +64,7 @@ def plan(
         raise ConfigError(f"inter_block={inter_block!r}; allowed: ['amount', 'first'].")
     _check_rates(hardware)
     model, hardware = one_rank(model, hardware)
-    placed, layers = nearest(_placed(model, update_order), hardware.ranks), swap_order(model)
+    placed, layers = rules_of(hardware).nearest(_placed(model, update_order)), swap_order(model)
     if hardware.shared_memory:
         return evaluated(_keeping(placed, quantities(model, hardware, host_bytes=math.inf)), model, hardware, updates=updates)
     first_refusal = optimum = None

@@ -16,7 +16,7 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.rank_rules import nearest
+from lightning_hetero.lowering.rank_rules import rules_of
 from lightning_hetero.planners.evaluation import evaluated, with_paper_optimum
 from lightning_hetero.planners.one_rank import all_ranks, one_rank
 from lightning_hetero.planners.protrain import formulas
@@ -59,7 +59,7 @@ def plan(
         config = search(space)
         if config is None:
             break
-        emitted = nearest(emit(space, config), hardware.ranks)
+        emitted = rules_of(hardware).nearest(emit(space, config))
         optimum = optimum or emitted
         try:
             return with_paper_optimum(evaluated(emitted, model, hardware, updates=updates), optimum, first_refusal)

@@ -10,7 +10,7 @@ import pytest
 from support.cli import invoke, parsed
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated, simulation
 from lightning_hetero.planners.one_rank import one_rank
@@ -36,11 +36,21 @@ def test_a_plan_of_several_devices_says_what_all_have_and_what_each(tmp_path: Pa
     assert "of optimizer state are its own" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_plan_that_devices_do_not_share_says_so(tmp_path: Path) -> None:
-    found = invoke("plan", *PRESET, *BOX, "--planner", "deep_optimizer_states", "--out", tmp_path / "p.json")
-    words = " ".join(found.stdout.split())
+@pytest.mark.parametrize("planner", ["deep_optimizer_states", "protrain"])
+def test_a_planner_of_updates_on_the_device_plans_what_devices_share(planner: str, tmp_path: Path) -> None:
+    """The papers' own plans update on the device, which several ranks do not run."""
+    words = " ".join(invoke("plan", *PRESET, *BOX, "--planner", planner, "--out", tmp_path / "p.json").stdout.split())
     plan = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
-    assert any(block["update"] == "device" for block in plan["blocks"])
+    assert {block["update"] for block in plan["blocks"]} == {"cpu"}
+    assert "of optimizer state are its own" in words
+
+
+def test_a_plan_that_devices_do_not_share_says_so(tmp_path: Path) -> None:
+    invoke("plan", *PRESET, *BOX, "--planner", "host", "--out", tmp_path / "p.json")
+    plan = Plan.load(tmp_path / "p.json")
+    rows = tuple(replace(row, weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE) for row in plan.blocks)
+    (tmp_path / "p.json").write_text(replace(plan, blocks=rows, predicted=None).to_json(), encoding="utf-8")
+    words = " ".join(invoke("explain", tmp_path / "p.json").stdout.split())
     assert "without the time of collectives and with a whole copy each" in words
 
 
