@@ -47,6 +47,8 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
   until then, and the rank's slice of the sum until its UPDATE, which changes the rank's own slice.
 - On devices with memory of their own, collectives are on the host: a GATHER comes before each
   UPLOAD, and a REDUCE after each GRAD. ``RELEASE weights`` on ``h2d`` frees the device's memory.
+  Devices of one host read the slices of all ranks. So before a rank gives its slice of weights on
+  disk back, all of them meet: ``RELEASE weights`` on ``net``.
 - ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
   the record of the step before (``store.common_steps``), so STORE and MIRROR wait for it. One at
   the verdict makes that the same on all ranks.

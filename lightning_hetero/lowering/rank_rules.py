@@ -67,20 +67,19 @@ EVERYTHING = RankRules(weights=tuple(Tier), state=tuple(Tier), update=tuple(Upda
 """What a process alone runs."""
 
 
-def rules(ranks: int, *, shared_memory: bool, gathers_in_place: bool) -> RankRules:
+def rules(ranks: int, *, gathers_in_place: bool) -> RankRules:
     """What each of several ranks can run; one rank runs everything.
 
     Args:
         ranks: Ranks that share a model.
-        shared_memory: Their devices are the host's own CPU.
         gathers_in_place: They have whole weights in the same memory, where their slices are.
     """
     if ranks == 1:
         return EVERYTHING
-    weights = (Tier.HOST, Tier.DEVICE, *([Tier.DISK] if shared_memory and gathers_in_place else ()))
+    weights = (Tier.HOST, Tier.DEVICE, *([Tier.DISK] if gathers_in_place else ()))
     return RankRules(weights=weights, state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
 
 
 def rules_of(hardware: HardwareProfile) -> RankRules:
     """What can run on one rank's share of a machine."""
-    return rules(hardware.ranks, shared_memory=hardware.shared_memory, gathers_in_place=hardware.gathers_in_place)
+    return rules(hardware.ranks, gathers_in_place=hardware.gathers_in_place)

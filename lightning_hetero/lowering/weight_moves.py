@@ -49,6 +49,7 @@ class WeightMoves:
         self._ranks, self._on_host = ranks, shared_memory
         self._gathered = 0 if gathers_in_place else ranks  # slices that a GATHER moves
         self._copies = self._gathered if shared_memory else ranks  # for which the device has memory
+        self._shares = ranks > 1 and gathers_in_place and not shared_memory  # devices read slices of all ranks where these are
         gathers, uploads = [(OpKind.GATHER, Lane.NET)] * (ranks > 1), [(OpKind.UPLOAD, Lane.H2D)] * (not shared_memory)
         self._hops = [*gathers, *uploads]  # of weights on their way to where they compute
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
@@ -175,7 +176,12 @@ class WeightMoves:
         return True
 
     def release(self, cache: Cache, block: int) -> None:
-        """Gives the memory of a block's weights on one tier back."""
+        """Gives the memory of a block's weights on one tier back.
+
+        Before a rank's slice leaves memory from which the devices of all ranks read it, they meet.
+        """
+        if cache is self.host and self._shares:
+            self._issue(OpKind.RELEASE, block, Lane.NET, Payload.WEIGHTS)
         size, lane = self._placed[block].shape.weight_bytes, Lane.DISK_READ
         if cache is not self.host:
             size, lane = size * self._copies, Lane.NET if self._on_host else Lane.H2D

@@ -327,13 +327,15 @@ class Handlers:
 
     def _gather_weights(self, op: Op) -> Run | None:
         """GATHER: slices of all ranks become whole weights, unless a FETCH had no room."""
-        if self._blocks[op.block].weights_on_disk and not self._blocks[op.block].resident:
+        block = self._blocks[op.block]
+        if self._side is None and block.weights_on_disk and not block.resident:
             return None
-        return partial(_done, self._on_ranks.gather(self._blocks[op.block]))
+        return partial(_done, self._on_ranks.gather(block))
 
     def _release_others(self, op: Op) -> Run | None:
         """RELEASE on several ranks: of what is not the rank's slice."""
-        return None if self._blocks[op.block].uses else partial(_done, self._on_ranks.release(self._blocks[op.block]))
+        block = self._blocks[op.block]
+        return None if self._side is None and block.uses else partial(_done, self._on_ranks.release(block))
 
     def _reduce(self, op: Op) -> Run | None:
         """REDUCE; of the schedule's, those after backward have been submitted as it ended."""

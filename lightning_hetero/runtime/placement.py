@@ -100,7 +100,7 @@ class Placer:
         self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self._ranks, self._in_place = options.own.ranks, in_place
-        self.runs = rank_rules.rules(self._ranks, shared_memory=options.device is None, gathers_in_place=in_place)
+        self.runs = rank_rules.rules(self._ranks, gathers_in_place=in_place)
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
@@ -311,7 +311,8 @@ class Placer:
             if not self.runs.allows(placed, trained=bool(owners)):
                 raise UnsupportedError(
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
-                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share{self._sharing}. "
+                    f"update={placed.update.value!r} for block {block.name!r}, which {self._ranks} ranks share"
+                    f"{'' if self._in_place else ' without having the same memory (the log says why)'}. "
                     f'Allowed: {self.runs.text}, as in plan "host".'
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
@@ -330,13 +331,6 @@ class Placer:
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {why}; "
                     f'else use plan="host" or an optimizer of torch.optim.'
                 )
-
-    @property
-    def _sharing(self) -> str:
-        """How ranks share the model, if that restricts their plans."""
-        if self.device_memory is not None:
-            return " on devices of their own"
-        return "" if self._in_place else " without having the same memory (the log says why)"
 
     def _needs_less_on_disk(self, host_bytes: int) -> bool:
         """Whether plan "disk" runs with these optimizers and needs less of the budget."""

@@ -65,6 +65,7 @@ class Slices:
 
     def __init__(self, collectives: Collectives, side: DeviceSide | None = None, *, is_shared: bool, poison: bool = False) -> None:
         self.collectives, self.is_shared, self._poison = collectives, is_shared, poison
+        self._has_device = side is not None
         self.gradients = SliceGradients(collectives, None if side is None else side.gradients)
         self.reads = SliceReads(collectives)
 
@@ -92,10 +93,11 @@ class Slices:
     def release(self, block: Block) -> Callable[[], None]:
         """RELEASE: the memory of the other ranks' slices does not count, and is given back.
 
-        If ranks share it and slices go back to the disk next, all ranks have ended their use.
+        If ranks share it and slices go back to the disk next, all ranks have ended their use. Of
+        a device that is its UPLOAD, which may run after this call.
         """
         meets = self.is_shared and block.weights_on_disk and any(part.is_whole for part in block.parts)
-        op = self.collectives.announce("RELEASE", block.index) if meets else None
+        op = self.collectives.announce("RELEASE", block.index, barrier=self._has_device) if meets else None
         for part in block.parts:
             part.is_whole = False
 

@@ -264,6 +264,18 @@ def _with_gathers_that_wait_for_nothing(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
+def _with_slices_that_leave_early(schedule: Schedule) -> Schedule:
+    """A rank gives its slice back before the ranks have met."""
+    met = {op.id for op in schedule.ops if op.kind is OpKind.RELEASE and op.lane is Lane.NET}
+    ops = [
+        replace(op, after=tuple(j for i in op.after for j in (schedule.ops[i].after if i in met else (i,))))
+        if op.kind is OpKind.RELEASE and op.lane is Lane.DISK_READ
+        else op
+        for op in schedule.ops
+    ]
+    return replace(schedule, ops=tuple(ops))
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -277,6 +289,13 @@ def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule
     ranks = [[broken(schedule) for schedule in schedules]] * 2
     with pytest.raises((AssertionError, KeyError), match=said):
         _run_often(case, ranks)
+
+
+def test_the_machines_find_slices_that_leave_while_another_device_reads_them() -> None:
+    case, schedules = _disk_on_two_ranks(in_place=True, shared_memory=False)
+    _run_often(case, [schedules] * 2)
+    with pytest.raises(AssertionError, match=r"reads a slice of version None|while it is used|slice while its rank writes"):
+        _run_often(case, [[_with_slices_that_leave_early(schedule) for schedule in schedules]] * 2)
 
 
 def _run_often(case: Case, ranks: list[list[Schedule]]) -> None:
@@ -299,7 +318,7 @@ def test_the_machines_find_nothing_wrong_with_these(in_place: bool) -> None:
     _run_often(case, [schedules] * 2)
 
 
-def _disk_on_two_ranks(*, in_place: bool = False) -> tuple[Case, list[Schedule]]:
+def _disk_on_two_ranks(*, in_place: bool = False, shared_memory: bool = True) -> tuple[Case, list[Schedule]]:
     """Three steps of four blocks that live on disk; two of them fit in memory."""
     row = BlockProfile(
         name="", num_params=8, num_trainable_params=8, forward_s=1.0, backward_s=2.0, forward_flop=1.0, activation_bytes=0,
@@ -316,7 +335,8 @@ def _disk_on_two_ranks(*, in_place: bool = False) -> tuple[Case, list[Schedule]]
         signatures=(step,) * 3,
         ranks=2,
         capacity_bytes=2 * 16,
-        whole_bytes=0 if in_place else 3 * 32,
+        whole_bytes=0 if in_place and shared_memory else 3 * 32,
+        shared_memory=shared_memory,
         in_place=in_place,
     )
     return case, case.lower()

@@ -215,6 +215,8 @@ class Machine:
                 run.reads, run.writes = [weights["host"]], [weights["whole"]]
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
                 run.reads, run.writes = [weights[self.between]], [weights["device"]]
+            case OpKind.RELEASE, _, Lane.NET if self.has_hops:
+                run.writes = [weights["whole"]]
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 run.writes = [weights["device"]]
             case OpKind.RELEASE, _, _:
@@ -327,6 +329,8 @@ class Machine:
                 self.value["weights", "whole", b] = self.value["weights", "host", b]
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
                 self.value["weights", "device", b] = self.value["weights", self.between, b]
+            case OpKind.RELEASE, _, Lane.NET if self.has_hops:
+                self.value.pop(("weights", "whole", b), None)
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 del self.value["weights", "device", b]
                 self._memory(device_cache=-op.num_bytes)

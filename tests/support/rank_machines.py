@@ -53,6 +53,7 @@ class RankMachines:
             if self._is_collective(run) and not run.started and run.op is not None:
                 self.sent[rank] = self.machines[rank].value.get(("weights", "host", run.op.block), 0)
             self._shares(rank, run)
+            self._reads(rank, run)
             self.machines[rank].advance(run)
             if run.ended and run.op is not None:
                 self.num_commits[rank] += run.op.kind is OpKind.COMMIT
@@ -63,7 +64,8 @@ class RankMachines:
         if run.op is None or run.op.lane is not Lane.NET:
             return False
         machine = self.machines[0]
-        meets = not machine.schedules[run.schedule].copies and run.op.block != NO_BLOCK and machine.placed[run.op.block].on_disk
+        in_place = machine.schedules[run.schedule].gathers_in_place
+        meets = in_place and run.op.block != NO_BLOCK and machine.placed[run.op.block].on_disk
         return meets or run.op.kind is not OpKind.RELEASE
 
     def _shares(self, rank: int, run: Run) -> None:
@@ -76,6 +78,22 @@ class RankMachines:
             return
         found = [one.value.get(place) for one in self.machines]
         assert set(found) == {machine.value["weights", "device", anchor.block]}, f"{run} computes with slices of versions {found}"
+
+    def _reads(self, rank: int, run: Run) -> None:
+        """An UPLOAD from memory that ranks share reads the slices of all of them."""
+        machine, op = self.machines[rank], run.op
+        if op is None or op.kind is not OpKind.UPLOAD or not machine.schedules[run.schedule].gathers_in_place:
+            return
+        place = "weights", "host", op.block
+        others = [one for one in self.machines if one is not machine]
+        for other in others:
+            if run.started:
+                other.at[place] -= 1
+                continue
+            got = other.value.get(place)
+            assert got == machine.value["weights", "whole", op.block], f"{run} reads a slice of version {got} of another rank"
+            assert other.at[place] >= 0, f"{run} reads a slice while its rank writes it"
+            other.at[place] += 1
 
     def _may(self, rank: int, run: Run) -> bool:
         if not self._is_collective(run):

@@ -43,6 +43,7 @@ class History:
         uploaded: For each of them the UPLOAD that brought its weights.
         gathered: For each block its latest GATHER, unless its weights have been uploaded or updated
             since.
+        left: Blocks that the devices of all ranks have read from host memory that ranks share.
         released_there: Bit set of the RELEASEs of device memory.
         opened: For each block the FETCH of its state.
         updated: For each block its latest UPDATE.
@@ -86,6 +87,7 @@ class History:
         self.held_bytes = sum(self.copied_bytes(b) for b in self.held)
         self.uploaded: dict[int, int] = {}
         self.gathered: dict[int, int] = {}
+        self.left: set[int] = set()
         self.released_there = 0
         self.opened: dict[int, int] = {}
         self.updated: dict[int, int] = {}
@@ -166,6 +168,10 @@ class History:
                 self.resident_bytes -= self.placed[block].shape.weight_bytes
                 self.fetched.pop(block, None)
                 self.released |= 1 << op.id
+                self.left.discard(block)
+            case OpKind.RELEASE, _, Lane.NET if not self.schedule.shared_memory:
+                self.gathered.pop(block, None)
+                self.left.add(block)
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 self.held.remove(block)
                 self.held_bytes -= self.copied_bytes(block)
@@ -178,6 +184,7 @@ class History:
                 self.uploaded[block] = op.id
             case OpKind.GATHER, _, _:
                 self.gathered[block] = op.id
+                self.left.discard(block)
             case OpKind.AGREE, _, _:
                 self.agreed = op.id if self.agreed is None else self.agreed
                 self.agreed_verdict = op.id if self.after_verdict(op) else None

@@ -41,6 +41,18 @@ def release(h: History, op: Op, _: Anchor) -> None:
         h.fail("resident", op, op.block, "releases its slice of weights that other ranks may still compute with")
 
 
+def leave(h: History, op: Op, _: Anchor) -> None:
+    """The devices of all ranks have read what a rank has of a block in memory that they share."""
+    if not h.schedule.gathers_in_place or op.block not in h.resident:
+        h.fail("resident", op, op.block, "ends the use of weights that live on disk, where ranks do not share them in memory")
+
+
+def release_shared(h: History, op: Op, _: Anchor) -> None:
+    """The device of another rank does not read the slice that goes."""
+    if h.schedule.gathers_in_place and op.block not in h.left:
+        h.fail("resident", op, op.block, "releases its slice of weights that devices of other ranks may still read")
+
+
 def release_unused(h: History, op: Op, anchor: Anchor) -> None:
     """Compute does not use the host memory that is given back.
 

@@ -106,6 +106,8 @@ DEVICES = Rules(
         **{what: rules for what, rules in DEVICE.ops.items() if what[2] is not Lane.COMPUTE},
         (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.gather, _BYTES),
         (OpKind.UPLOAD, _WEIGHTS, Lane.H2D): (residency.upload, residency.upload_whole, _BYTES),
+        (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.leave, _BYTES),
+        (OpKind.RELEASE, _WEIGHTS, Lane.DISK_READ): (residency.release, residency.release_shared, _BYTES),
         (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.reduce, _BYTES),
         **_SHARED,
     },

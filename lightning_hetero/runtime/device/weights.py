@@ -155,6 +155,7 @@ class DeviceWeights:
                 own = slice(first, first + part.slice_elements)
                 self._lanes.copy(part.run[own], copy.flat[own])
                 part.master_versions = -1  # no version counter has seen this write
+                part.dirty |= block.weights_on_disk
 
     def lend(self, part: Part) -> bool:
         """Copies the part to host memory if the device's weights are newer; returns whether."""

@@ -29,6 +29,7 @@ class DeviceResidency(Residency):
         super().__init__(context, WeightCasts(lanes.device_type, side.weights.reference))
         if self._slices is not None:
             self._slices.reads.attach(context.run.store, self._blocks, self.settle)
+            self.weights.leaves = self._leave
         self._lanes, self._side, self.copies = lanes, side, side.weights
         self._inside: set[int] = set()  # blocks that have their place on the device
         self._in_batch = self._evaluates = False
@@ -209,6 +210,12 @@ class DeviceResidency(Residency):
         if self._slices is not None and not all(part.is_whole for part in block.parts):
             self._slices.gather(block)()
 
+    def _leave(self, block: Block) -> None:
+        """The rank's slice goes back to the disk: the devices of all ranks have read it."""
+        if self._slices is not None and all(part.is_whole for part in block.parts):
+            self._lanes.drain()
+            self._slices.release(block)()
+
     def bring(self, *blocks: Block, force: bool = False) -> None:
         """Brings weights into host memory, now."""
         self._lanes.drain()
@@ -245,7 +252,7 @@ class DeviceResidency(Residency):
             self._inside.add(block.index)
             if self.is_away(block):
                 self._side.weights.prepare(block)
-                if block.weights_on_disk:
+                if block.weights_on_disk and self._slices is None:  # ranks have slices in memory that they share
                     self.weights.buffer(block)
             else:
                 if self._slices is not None:
