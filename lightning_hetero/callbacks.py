@@ -288,7 +288,7 @@ def _kind_on_device(row: BlockPlan) -> tuple[str, str, str]:
 
 
 def _prediction(predicted: Prediction) -> str:
-    forward, backward = (predicted.bottleneck.get(phase, "?") for phase in ("forward", "backward"))
+    forward, backward = (predicted.bound_by(phase) for phase in ("forward", "backward"))
     bound = forward if forward == backward else f"{forward} in forward, {backward} in backward"
     disk = f", {format_bytes(predicted.disk_bytes)} on disk" if predicted.disk_bytes else ""
     return (

@@ -131,8 +131,8 @@ def _details(plan: Plan, planning_s: float, model: ModelProfile) -> dict[str, st
         p = plan.predicted
         rows = {
             "iteration": f"{seconds(p.iteration_s)}, {count(model.tokens / p.iteration_s, 'tokens/s')}",
-            "forward": f"{seconds(p.forward_s)}, bound by {p.bottleneck.get('forward', '?')}",
-            "backward": f"{seconds(p.backward_s)}, bound by {p.bottleneck.get('backward', '?')}",
+            "forward": f"{seconds(p.forward_s)}, bound by {p.bound_by('forward')}",
+            "backward": f"{seconds(p.backward_s)}, bound by {p.bound_by('backward')}",
             "device memory": format_bytes(p.device_peak_bytes),
             "host memory": format_bytes(p.host_peak_bytes),
             "disk space": format_bytes(p.disk_bytes),

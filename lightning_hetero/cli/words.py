@@ -46,7 +46,7 @@ _PLAN = {
 _ALL = {"x best": "a step relative to the fastest plan's", "no plan": "it does not fit; the reason is below the table"}
 _LANES = {
     "lane": "an in-order queue on one resource: compute, cpu (updates), disk_read, disk_write, h2d and d2h "
-    "(copies to and from the device), net",
+    "(copies to and from the device), net (what several devices exchange)",
     "busy": "the share of the step in which a lane works",
     "F, B": "forward and backward of a block",
     "FETCH, UPLOAD": "weights or state from disk to host; weights from host to device",

@@ -107,6 +107,11 @@ class Prediction:
     disk_bytes: int
     bottleneck: Mapping[str, str]
 
+    def bound_by(self, phase: str) -> str:
+        """What bounds a phase, for people: its bottleneck; ``"?"`` if that is not known."""
+        lane = self.bottleneck.get(phase, "?")
+        return "the exchange between devices" if lane == "net" else lane
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:

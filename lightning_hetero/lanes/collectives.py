@@ -84,6 +84,8 @@ class Collectives:
             Nothing more can be done with the group.
     """
 
+    names: Sequence[str] = ()  # of the blocks, for errors
+
     def __init__(self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._network = group, network
@@ -139,7 +141,7 @@ class Collectives:
         with self._lock:
             if self._coming[0] is not op:
                 raise HeteroError(
-                    f"{_named(op.row())} cannot begin on rank {self.rank}: {_named(self._coming[0].row())} has failed."
+                    f"{self._named(op.row())} cannot begin on rank {self.rank}: {self._named(self._coming[0].row())} has failed."
                 )
         if not self._met:
             self._meet()
@@ -164,7 +166,7 @@ class Collectives:
                 break
             self._met.append([any(one[2 + flag] for one in row) for flag in range(_FLAGS)])
         if not self._met:
-            each = ", ".join(f"rank {rank}: {_named(numbers)}" for rank, numbers in enumerate(told))
+            each = ", ".join(f"rank {rank}: {self._named(numbers)}" for rank, numbers in enumerate(told))
             raise HeteroError(
                 f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
                 f"order: in each batch, in validation, and in code that reads weights. All of them call save_checkpoint."
@@ -260,15 +262,15 @@ class Collectives:
         except RuntimeError as error:
             cause = self.why() or f"another rank has died or hangs, or the network has failed ({error})"
             self._failed = (
-                f"{what} of {tensor.nbytes} bytes has failed on rank {self.rank} of {self.ranks}: {cause.rstrip('.')}. Start all "
-                f"ranks again; their logs say which was the first."
+                f"rank {self.rank} of {self.ranks} cannot go on: {cause.rstrip('.')}. Start all ranks again; their logs say which "
+                f"was the first. ({what} of {tensor.nbytes} bytes has failed.)"
             )
             raise HeteroError(self._failed) from error
         if self._network is not None:
             everyone = what in ("SEND", "RECEIVE", "BROADCAST")  # else a rank keeps its own part
             self._network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / self.ranks), began_s)
 
-
-def _named(row: Sequence[float]) -> str:
-    kind, block = int(row[0]), int(row[1])
-    return _WHAT[kind] + ("" if block == NO_BLOCK else f" of block {block}")
+    def _named(self, row: Sequence[float]) -> str:
+        kind, block = int(row[0]), int(row[1])
+        name = f" ({self.names[block]!r})" if 0 <= block < len(self.names) else ""
+        return _WHAT[kind] + ("" if block == NO_BLOCK else f" of block {block}{name}")

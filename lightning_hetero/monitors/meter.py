@@ -29,7 +29,7 @@ _WORDS = {
     Lane.CPU.value: "updates on the CPU",
     Lane.DISK_READ.value: "disk reads",
     Lane.DISK_WRITE.value: "disk writes",
-    Lane.NET.value: "the network",
+    Lane.NET.value: "the exchange between devices",
     "disk": "the disk",
 }
 

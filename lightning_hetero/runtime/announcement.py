@@ -96,7 +96,8 @@ def _table(placement: Placement, placer: Placer, allowed: Allowed) -> str:
         state = sum(shape.state_bytes for placed, shape in rows if placed.state in tiers)
         return format_bytes(weights), format_bytes(state)
 
-    size = f"{format_bytes(allowed.host)}{'' if allowed.is_given else ' (free)'}"
+    free = " (free)" if allowed.ranks == 1 else " (a rank's share of what is free)"
+    size = f"{format_bytes(allowed.host)}{'' if allowed.is_given else free}"
     host = format_bytes(least_bytes(needs)), "" if placer.is_unified else size
     if allowed.device is None:
         table = [_HEAD, ("memory", *lives(Tier.DEVICE, Tier.HOST), *host)]
@@ -135,7 +136,7 @@ def _reason(placement: Placement, placer: Placer, allowed: Allowed) -> str:
     return f" why: the plan says so. Everything would fit {where}: {format_bytes(least)}."
 
 
-def summarize(plan: str, *, steps: int, seconds: float, report: Mapping[str, int], error: float | None) -> str:
+def summarize(plan: str, *, steps: int, seconds: float, report: Mapping[str, int], error: float | None, ranks: int = 1) -> str:
     """One line about a fit that has ended.
 
     Args:
@@ -144,16 +145,18 @@ def summarize(plan: str, *, steps: int, seconds: float, report: Mapping[str, int
         seconds: Between the first batch and the end, validations included.
         report: What ``memory_report`` says.
         error: The mean relative error of predicted step times, if there were any.
+        ranks: That hold the model together; the line is about the first one.
     """
     took = f"{seconds / steps:.3g} s a step with all that came between" if steps else "no step"
     what = [f"{steps} step{'s' * (steps != 1)} in {seconds:.3g} s, {took}", f"the last plan was {plan!r}"]
     if error is not None:
         what.append(f"predicted step times were off by {100 * error:.0f} % on average")
-    what.append(f"the process had {format_bytes(report['host_peak_bytes'])} at its peak")
+    who = "the process" if ranks == 1 else f"the first of {ranks} processes"
+    what.append(f"{who} had {format_bytes(report['host_peak_bytes'])} at its peak")
     if "device_peak_bytes" in report:
-        what.append(f"the device {format_bytes(report['device_peak_bytes'])}")
+        what.append(f"{'the' if ranks == 1 else 'its'} device {format_bytes(report['device_peak_bytes'])}")
     if report.get("disk_bytes"):
         read = report.get("bytes_read", 0) + report.get("bytes_read_beyond", 0)
         moved = f"{format_bytes(read)} read, {format_bytes(report.get('bytes_written', 0))} written"
-        what.append(f"{format_bytes(report['disk_bytes'])} of files, {moved}")
+        what.append(f"{'' if ranks == 1 else 'it has '}{format_bytes(report['disk_bytes'])} of files, {moved}")
     return f"the fit is over: {'; '.join(what)}."

@@ -275,12 +275,12 @@ class Placer:
         rows = zip(self._blocks, plan.blocks, found.blocks, strict=True)
         moved = [(block, new) for block, old, new in rows if old.weights is not new.weights]
         outside = [new for block, new in moved if block.rest is None]
+        where = f"in {moved[0][1].weights.value} memory" if moved and self._ranks == 1 else "whole on each rank"
         if outside:
             names = ", ".join(p.name for p in outside)
-            where = f"in {outside[0].weights.value} memory" if self._ranks == 1 else "whole on each rank"
             log.info("The weights of %s are used outside repeated blocks, so they stay %s.", names, where)
         if trained := [new for block, new in moved if block.rest is not None]:
-            log.info("The trained weights of %d blocks stay in %s memory.", len(trained), trained[0].weights.value)
+            log.info("The trained weights of %d blocks stay %s.", len(trained), where)
         return found
 
     def check_optimizers(self, plan: Plan) -> None:

@@ -123,7 +123,8 @@ class Session(Copies):
         self._check_process()
         begin_s = now_s()
         weights = sum(part.weight_bytes for block in self.blocks for part in block.parts)
-        log.info("placing %d blocks with %s of weights.", len(self.blocks), format_bytes(weights))
+        shares = f", a slice of them on each of {ranks} ranks" if (ranks := self.options.own.ranks) > 1 else ""
+        log.info("placing %d blocks with %s of weights%s.", len(self.blocks), format_bytes(weights), shares)
         self._fits, self.rules, self._resumes, self._source = optimizers is not None, rules, resume, source
         if optimizers is not None:
             self.bindings = [

@@ -211,6 +211,7 @@ def slices_of(
     """
     if options.collectives is None:
         return None
+    options.collectives.names = [block.name for block in blocks]
     layout = [(part.names, [tuple(p.shape) for p in part.params], part.num_elements) for b in blocks for part in b.parts]
     trained = [p.requires_grad for b in blocks for p in b.params()]
     rows = options.collectives.agree([zlib.crc32(repr(one).encode()) for one in (layout, trained)])

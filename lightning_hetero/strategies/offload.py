@@ -436,7 +436,8 @@ class OffloadRun:
             return
         (begin_s, first), error = began, self.prediction_error().get("step_time_error")
         steps, seconds = trainer.global_step - first, now_s() - begin_s
-        log.info("%s", summarize(plan.name, steps=steps, seconds=seconds, report=self.memory_report(), error=error))
+        report, ranks = self.memory_report(), self.options.own.ranks
+        log.info("%s", summarize(plan.name, steps=steps, seconds=seconds, report=report, error=error, ranks=ranks))
 
     def _warn_of_lost_step(self, trainer: pl.Trainer) -> None:
         steps = None if self.session is None else self.session.steps

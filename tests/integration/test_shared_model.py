@@ -43,10 +43,11 @@ def test_ranks_of_a_notebook_are_forks_and_train_as_under_ddp(tmp_path: Path) ->
 
 def test_ranks_that_use_other_blocks_end(tmp_path: Path) -> None:
     for output in ranks.start(SCRIPT, tmp_path, "goes_apart", cwd=tmp_path, world=2):
-        assert "different places of a step (rank 0: GATHER of block 3, rank 1: GATHER of block 4)" in output
+        assert "different places of a step (rank 0: GATHER of block 3 ('layers.1')" in output
+        assert "rank 1: GATHER of block 4 ('layers.2')). All of them have to use the same blocks" in output
 
 
 def test_ranks_end_when_one_is_killed(tmp_path: Path) -> None:
     for rank, output in enumerate(ranks.start(SCRIPT, tmp_path, "loses_a_rank", cwd=tmp_path, world=3, killed=2)[:2]):
-        assert f"has failed on rank {rank} of 3: another rank has died or hangs" in output
+        assert f"rank {rank} of 3 cannot go on: another rank has died or hangs" in output
     assert not [name for name in os.listdir("/dev/shm") if "hetero" in name], "the memory that they shared is gone"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import peft
@@ -21,6 +22,7 @@ from transformers import LlamaForCausalLM
 
 from lightning_hetero.convert.safetensors import StoredTensor, WeightFiles
 from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
+from lightning_hetero.runtime import placement
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import llama
 from support.shared_model import RANK, batches, model, reference, run_scenarios, same, trainer
@@ -127,7 +129,9 @@ def trains_adapters(out: Path) -> None:
     for kind in KINDS:
         read.zero_()
         shared, keeps = model(kind, cls=Adapted, folder=folder, meta=True), Keeps(out)
-        trainer(out, _strategy(folder), callbacks=[keeps]).fit(shared, batches())
+        with mock.patch.object(placement.log, "info") as said:
+            trainer(out, _strategy(folder), callbacks=[keeps]).fit(shared, batches())
+        assert any("trained weights of" in text and text.endswith(" stay whole on each rank.") for text in _lines(said))
         dist.all_reduce(read)
         assert int(read) == sum(tensor.num_bytes for tensor in WeightFiles.open(folder / "base").tensors.values())
         wanted = reference(kind, cls=Adapted, folder=folder)
@@ -140,6 +144,10 @@ def trains_adapters(out: Path) -> None:
         again = peft.PeftModel.from_pretrained(LlamaForCausalLM(llama.config()), out / "saved", is_trainable=True)
         for one, other in zip([p for p in again.parameters() if p.requires_grad], trained, strict=True):
             assert torch.equal(one, other)
+
+
+def _lines(said: mock.Mock) -> list[str]:
+    return [call.args[0] % call.args[1:] for call in said.call_args_list]
 
 
 def saves_adapters_alone(out: Path) -> None:

@@ -334,7 +334,8 @@ def saves_weights(out: Path) -> None:
     run.fit(shared, batches())
     assert ("2 ranks hold the model together" in said.getvalue()) is (RANK == 0), said.getvalue()
     assert "nothing to gain" not in said.getvalue()
-    assert ("so they stay whole on each rank" in said.getvalue()) is (RANK == 0)
+    shares = "so they stay whole on each rank", f"a slice of them on each of {WORLD} ranks", "(a rank's share of what is free)"
+    assert [words in said.getvalue() for words in (*shares, f"the first of {WORLD} processes had")] == [RANK == 0] * 4
     run.save_checkpoint(out / "weights.ckpt", weights_only=True)
     saved = torch.load(out / "weights.ckpt")["state_dict"]
     assert all(torch.equal(saved[name], param) for name, param in shared.named_parameters())

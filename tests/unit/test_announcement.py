@@ -39,5 +39,14 @@ def test_a_long_placement_says_how_far_it_is_and_how_long_the_rest_takes(
     assert left == sorted(left, reverse=True)
 
 
+def test_the_summary_of_several_ranks_says_that_it_is_about_the_first() -> None:
+    report = {"host_peak_bytes": 4 * MIB, "device_peak_bytes": MIB, "disk_bytes": MIB}
+    alone, first = (
+        announcement.summarize("host", steps=2, seconds=4.0, report=report, error=None, ranks=ranks) for ranks in (1, 3)
+    )
+    assert "; the process had 4.0 MiB at its peak; the device 1.0 MiB; 1.0 MiB of files" in alone
+    assert "; the first of 3 processes had 4.0 MiB at its peak; its device 1.0 MiB; it has 1.0 MiB of files" in first
+
+
 def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert said(monkeypatch, caplog, seconds=0.1) == []

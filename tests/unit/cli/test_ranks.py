@@ -54,6 +54,11 @@ def test_a_plan_that_devices_do_not_share_says_so(tmp_path: Path) -> None:
     assert "without the time of collectives and with a whole copy each" in words
 
 
+def test_exchanges_between_devices_are_named() -> None:
+    words = " ".join(invoke("plan", *PRESET, *BOX[:-1], "10MB").stdout.split())
+    assert "bound by the exchange between devices" in words
+
+
 def test_what_is_missing_is_of_each_device() -> None:
     refusal = invoke("plan", *PRESET[:1], "llama-13b", *PRESET[2:], *BOX[:2], "--host-memory", "32GiB", *BOX[4:], code=2)
     assert "more host memory for each of 4 devices" in refusal.stderr
