@@ -7,10 +7,15 @@ for the lane first (:meth:`Collectives.follow`), so that two threads never use t
 collective ends on a rank when that rank has all that it gets, and others have got its part: its
 slice may change then.
 
-A sum over ranks has one order and one rounding, whatever the layout. Each rank gets its slice of
+A sum over ranks has one order and one rounding, whatever the layout. Each rank gets its piece of
 all gradients (all-to-all), and adds them in float64 in the order of the ranks. The reduce-scatter
 of gloo is an all-reduce of which each rank keeps a slice. It moves twice the bytes, rounds after
 each addition, and from three ranks on the order of its sum depends on where an element lies.
+
+The ranks of several nodes that have the same slice each sum a piece of it, and gather the pieces
+(:mod:`lightning_hetero.lanes.mesh`). So the sum is that of as many ranks on one node, to the bit. A
+sum of each node's sums would send less between nodes with more than two ranks, but it adds in
+another order.
 
 [Note: Meetings]
 Ranks meet before they exchange what is large. A rank whose batch uses other blocks than those of
@@ -35,12 +40,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
+from lightning_hetero.lanes.mesh import REPLICATE, SHARD
 from lightning_hetero.lanes.network import EmulatedNetwork
 
 _Value = TypeVar("_Value")
@@ -78,6 +85,15 @@ class Collectives:
     Args:
         group: The ranks; ``None``: all of them. Its timeout bounds every collective.
         network: Its speed, if that is emulated.
+        mesh: Their nodes, see [Note: Nodes]; ``None``: one.
+
+    Attributes:
+        rank: This rank.
+        ranks: How many there are.
+        shard: The slice of the model that this rank owns: its place on its node.
+        shards: How many slices there are: the ranks of a node.
+        node: The node of this rank.
+        nodes: How many there are.
 
     Raises:
         HeteroError: Of each method: another rank has died or hangs, or the network has failed.
@@ -86,9 +102,15 @@ class Collectives:
 
     names: Sequence[str] = ()  # of the blocks, for errors
 
-    def __init__(self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._network = group, network
+        self._group, self._network, self._shard, self._replicate = group, network, group, None
+        self.node, self.nodes, self.shard, self.shards = 0, 1, self.rank, self.ranks
+        if mesh is not None:
+            self._shard, self._replicate = mesh.get_group(SHARD), mesh.get_group(REPLICATE)
+            (self.nodes, self.shards), (self.node, self.shard) = mesh.shape, mesh.get_coordinate() or ()
         self._lane = 0  # the thread of the lane
         self._last: Event | None = None  # the end of the last op there, which nobody has waited for
         self._failed = ""  # why the group cannot be used any more
@@ -175,33 +197,43 @@ class Collectives:
     # ---- what they exchange ----------------------------------------------------------------------
 
     def gather(self, whole: Tensor, own: Tensor) -> None:
-        """Makes the whole from the slices of all ranks.
+        """Makes the whole from the slices of the ranks of this node.
 
         Args:
-            whole: Flat; gets ``ranks`` slices, in the order of the ranks.
+            whole: Flat; gets ``shards`` slices, in their order.
             own: This rank's slice, flat; it may be its place in ``whole``.
         """
-        with self._naming("GATHER", whole):
-            _all_gather(whole, own, group=self._group)
+        with self._naming("GATHER", whole, self.shards):
+            _all_gather(whole, own, group=self._shard)
+
+    def like_first_node(self, tensor: Tensor) -> None:
+        """Gives this rank the values of the one with the same slice on the first node."""
+        if self.nodes > 1:
+            with self._naming("BROADCAST", tensor):
+                dist.broadcast(tensor, group=self._replicate, group_src=0)
 
     def reduce(self, own: Tensor, whole: Tensor, received: Tensor, *, divisor: int = 1) -> None:
-        """Sums gradients over the ranks; each gets its slice of the sum.
+        """Sums gradients over all ranks; each gets its slice of the sum.
 
         Args:
-            own: Flat; gets this rank's slice of the sum, rounded once.
-            whole: This rank's gradients, flat: ``ranks`` slices.
+            own: Flat; gets this rank's slice of the sum, rounded once: ``nodes`` pieces.
+            whole: This rank's gradients, flat: ``ranks`` pieces, each for the rank that sums it,
+                which has the piece of its slice with the number of its node.
             received: Memory of the size and dtype of ``whole``, which is overwritten.
             divisor: Divides the sum, before it is rounded.
         """
         with self._naming("REDUCE", whole):
             dist.all_to_all_single(received, whole, group=self._group)
-        slices = received.view(self.ranks, -1)
-        for start in range(0, own.numel(), _PIECE_ELEMENTS):
+        rows, summed = received.view(self.ranks, -1), own.view(self.nodes, -1)[self.node]
+        for start in range(0, summed.numel(), _PIECE_ELEMENTS):
             piece = slice(start, start + _PIECE_ELEMENTS)
-            total = slices[0, piece].to(torch.float64)
-            for other in slices[1:, piece]:
+            total = rows[0, piece].to(torch.float64)
+            for other in rows[1:, piece]:
                 total += other
-            own[piece].copy_(total.div_(divisor))
+            summed[piece].copy_(total.div_(divisor))
+        if self.nodes > 1:
+            with self._naming("REDUCE", own, self.nodes):
+                _all_gather(own, summed, group=self._replicate)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Gives all ranks one rank's values: the first one's by default."""
@@ -252,7 +284,7 @@ class Collectives:
         return found
 
     @contextmanager
-    def _naming(self, what: str, tensor: Tensor) -> Iterator[None]:
+    def _naming(self, what: str, tensor: Tensor, ranks: int = 0) -> Iterator[None]:
         self.settle()
         if self._failed:  # where it has timed out, the next one would take as long
             raise HeteroError(self._failed)
@@ -268,7 +300,7 @@ class Collectives:
             raise HeteroError(self._failed) from error
         if self._network is not None:
             everyone = what in ("SEND", "RECEIVE", "BROADCAST")  # else a rank keeps its own part
-            self._network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / self.ranks), began_s)
+            self._network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / (ranks or self.ranks)), began_s)
 
     def _named(self, row: Sequence[float]) -> str:
         kind, block = int(row[0]), int(row[1])

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.lanes.network import EmulatedNetwork
@@ -27,19 +28,33 @@ class Decisions:
     Args:
         group: The ranks, and nobody else uses it. Its timeout bounds every exchange.
         network: The speed of their collectives, if that is emulated; decisions do not take it.
+        mesh: Their nodes, with groups that nobody else uses, either; ``None``: one.
 
     Raises:
         HeteroError: Of each method: another rank has died or hangs, or the network has failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None
+    ) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.group, self.network = group, network
+        self.nodes = 1 if mesh is None else mesh.shape[0]
+        self.group, self.network, self.mesh = group, network, mesh
 
     @property
     def is_first(self) -> bool:
         """Whether this rank does what one rank does for all."""
         return self.rank == 0
+
+    @property
+    def shards(self) -> int:
+        """The ranks of each node."""
+        return self.ranks // self.nodes
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank does what one rank does for those of its node."""
+        return self.rank % self.shards == 0
 
     def numbers(self, *own: float) -> list[list[float]]:
         """The numbers of each rank; all tell as many."""

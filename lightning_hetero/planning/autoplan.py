@@ -147,7 +147,7 @@ class Autoplan:
     @property
     def may_plan(self) -> bool:
         """Whether :meth:`before_batch` may plan."""
-        return self.stage is Stage.PLAN or self._together.ranks > 1
+        return self.stage is Stage.PLAN or self._together.shards > 1
 
     # ---- calls of the strategy ---------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Autoplan:
 
     def _agree(self, batch: BatchSize) -> BatchSize:
         """Goes on as all ranks do; see [Note: Ranks plan together]. Returns the largest batch."""
-        if self._together.ranks == 1:
+        if self._together.shards == 1:
             return batch
         mine = (_ORDER.index(self.stage), batch.tokens, batch.micro_batches, -self._scale, self._doubted_s or 0.0, self._patience)
         rows = self._together.numbers(*mine)

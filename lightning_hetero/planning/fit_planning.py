@@ -181,7 +181,7 @@ class FitPlanning:
         session decides.
         """
         shape, shared = self.model.shape(), self.session.device_memory is None
-        plans, ranks = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())], self.together.ranks
+        plans, ranks = [self.session.running.plan, *(make(shape) for make in BUILTIN_PLANS.values())], self.together.shards
         differences, runs = list[int](), self.session.runs
         for plan in (fitted(runs.nearest(p), shape, device=not shared or ranks > 1) for p in plans):
             needs = needs_of(

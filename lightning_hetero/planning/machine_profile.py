@@ -71,8 +71,7 @@ class Machine:
             file = os.environ.get(ENVIRONMENT)
             found = HardwareProfile.load(file) if file else None
         if found is None:
-            text = together.first(lambda: _measured(session, disk=disk, again=again, ranks=together.ranks).to_json())
-            found = HardwareProfile.from_json(text)
+            found = together.measured(lambda: _measured(session, disk=disk, again=again, ranks=together.shards))
         elif again:
             log.warning(
                 "Steps take other times than hardware profile %r predicts. It was given, so the machine is not measured; pass "
@@ -95,11 +94,11 @@ class Machine:
 
     def _shared(self, machine: HardwareProfile, session: Session, decisions: Decisions, *, again: bool) -> HardwareProfile:
         """One rank's share of a machine, with the rates of collectives, measured if it has none."""
-        ranks = decisions.ranks
+        ranks = decisions.shards
         if machine.world_size not in (1, ranks):
             raise ConfigError(
-                f"hardware_profile {machine.name!r} has world_size={machine.world_size}, and {ranks} devices train together. Pass "
-                f"one of {ranks} devices, or of one, such as `lightning-hetero profile` measures."
+                f"hardware_profile {machine.name!r} has world_size={machine.world_size}, and {ranks} devices train together "
+                f"on a node. Pass one of {ranks} devices, or of one, such as `lightning-hetero profile` measures."
             )
         if machine.world_size == 1:
             if self._network is None or again:

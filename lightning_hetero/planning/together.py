@@ -23,9 +23,9 @@ class Together:
     decisions: Decisions | None = None
 
     @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return 1 if self.decisions is None else self.decisions.ranks
+    def shards(self) -> int:
+        """How many there are on each node."""
+        return 1 if self.decisions is None else self.decisions.shards
 
     def numbers(self, *own: float) -> list[list[float]]:
         """The numbers of each rank."""
@@ -47,6 +47,13 @@ class Together:
             return own
         return merged_machines([HardwareProfile.from_json(text) for text in self.decisions.texts(own.to_json())])
 
+    def measured(self, measure: Callable[[], HardwareProfile]) -> HardwareProfile:
+        """The machine, as the first rank of each node measures it; errors as for :meth:`first`."""
+        if self.decisions is None:
+            return measure()
+        texts = _made(self.decisions, lambda: measure().to_json(), makes=self.decisions.is_first_of_node)
+        return merged_machines([HardwareProfile.from_json(text) for text in texts[:: self.decisions.shards]])
+
     def plan(self, make: Callable[[], Plan]) -> Plan:
         """The plan that the first rank makes; errors as for :meth:`first`."""
         return make() if self.decisions is None else Plan.from_json(self.first(lambda: make().to_json()))
@@ -59,20 +66,22 @@ class Together:
             OutOfMemoryBudgetError: The same.
             HeteroError: It raises another error, which the first rank raises itself.
         """
-        if self.decisions is None:
-            return make()
-        made, error = "", None
-        if self.decisions.is_first:
-            try:
-                made = make()
-            except Exception as raised:
-                error = raised
-        told, refusal = self.decisions.texts(made)[0], self.decisions.texts("" if error is None else _named(error))[0]
-        if error is not None:
-            raise error
-        if refusal:
-            raise _raised(refusal)
-        return told
+        return make() if self.decisions is None else _made(self.decisions, make, makes=self.decisions.is_first)[0]
+
+
+def _made(decisions: Decisions, make: Callable[[], str], *, makes: bool) -> list[str]:
+    """The text of each rank that ``makes`` one; of the others an empty one."""
+    made, error = "", None
+    try:
+        made = make() if makes else ""
+    except Exception as raised:
+        error = raised
+    told, refusals = decisions.texts(made), decisions.texts("" if error is None else _named(error))
+    if error is not None:
+        raise error
+    for refusal in filter(None, refusals):
+        raise _raised(refusal)
+    return told
 
 
 def _named(error: Exception) -> str:

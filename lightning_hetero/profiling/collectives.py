@@ -28,7 +28,9 @@ _IDLE_S = 0.001
 
 
 class Exchange(Load):
-    """Gathers and reduces a block among all ranks; units: bytes that this rank sends.
+    """Gathers and reduces a block among all ranks; units: bytes that this rank sends on its node.
+
+    What goes between nodes takes its time, too, and lowers the rate.
 
     All ranks run it at the same time. Before each step they tell whether they go on, so that all
     have as many.
@@ -42,9 +44,9 @@ class Exchange(Load):
 
     def __init__(self, decisions: Decisions, collectives: Collectives) -> None:
         self._decisions, self._collectives, self._over = decisions, collectives, False
-        elements = _WHOLE_BYTES // 4 // decisions.ranks
+        elements = _WHOLE_BYTES // 4 // decisions.ranks * decisions.nodes
         self._own = torch.ones(elements, dtype=torch.float32, device="cpu")
-        self._whole, self._received = self._own.repeat(decisions.ranks), self._own.repeat(decisions.ranks)
+        self._whole, self._received = self._own.repeat(decisions.shards), self._own.repeat(decisions.shards)
 
     def step(self) -> float:
         """One all-gather and one reduce-scatter, or nothing once a rank has stopped."""
@@ -91,7 +93,7 @@ def measure(decisions: Decisions, beside: Sequence[Load]) -> Network:
         beside: Loads of this rank beside which they are measured, one after the other; named as the
             kinds of ``HardwareProfile.contention``.
     """
-    collectives = Collectives(decisions.group, decisions.network)
+    collectives = Collectives(decisions.group, decisions.network, decisions.mesh)
     exchange = Exchange(decisions, collectives)
     meetings = []
     for _ in range(_MEETINGS):

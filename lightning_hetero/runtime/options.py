@@ -54,11 +54,11 @@ class SessionOptions:
     @property
     def own(self) -> Slice:
         """Which slice of the model this process has."""
-        return WHOLE if self.collectives is None else Slice(self.collectives.rank, self.collectives.ranks)
+        return WHOLE if self.collectives is None else Slice(self.collectives.shard, self.collectives.shards)
 
     @property
     def disk_share(self) -> int | None:
-        """What this process may have of ``disk_capacity``, which is for all ranks together."""
+        """What this process may have of ``disk_capacity``, which is for all ranks of a node."""
         return None if self.disk_capacity is None else self.disk_capacity // self.own.ranks
 
     @property

@@ -35,6 +35,7 @@ from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.raw_memory import own_memory
+from lightning_hetero.units import round_up
 
 
 @dataclass(eq=False, slots=True)
@@ -278,14 +279,16 @@ class SliceGradients:
             else:
                 held = self._held.setdefault(key, SliceGradient(part, index))
             summed.append(held)
-        own = own_memory(part.slice_elements, part.dtype)
-        most = EXCHANGE_BYTES // (part.own.ranks * part.dtype.itemsize)
-        for start in range(0, part.slice_elements, most):
-            length = min(most, part.slice_elements - start)
-            sent, received = (self._buffer(name, length * part.own.ranks, part.dtype) for name in ("sent", "received"))
-            for rank, row in enumerate(sent.view(part.own.ranks, length)):
-                _fill(row, part, flats, rank * part.slice_elements + start)
-            self._collectives.reduce(own[start : start + length], sent, received, divisor=part.own.ranks)
+        ranks, nodes = self._collectives.ranks, self._collectives.nodes
+        own = own_memory(round_up(part.slice_elements, nodes), part.dtype)
+        most = EXCHANGE_BYTES // (ranks * part.dtype.itemsize)
+        for start in range(0, own.numel(), most * nodes):
+            length = min(most, (own.numel() - start) // nodes)
+            sent, received = (self._buffer(name, length * ranks, part.dtype) for name in ("sent", "received"))
+            for rank, row in enumerate(sent.view(ranks, length)):
+                node, shard = divmod(rank, part.own.ranks)
+                _fill(row, part, flats, shard * part.slice_elements + start + node * length)
+            self._collectives.reduce(own[start : start + length * nodes], sent, received, divisor=ranks)
         for held in summed:
             start, length = part.pieces[held.index]
             held.add(own[start : start + length] if length else own[:0])
@@ -343,6 +346,7 @@ class SliceGradients:
             known = (self._held.get(id(part.params[i])) for block in self._backward.trained for part, i in _trained(block))
             stale = [one for one in known if one is not None and one.norm < 0]  # in one order on all ranks
             rows = self._collectives.agree([float(self.run_of(one).double().square().sum()) for one in stale])
+            rows = rows[: self._collectives.shards]  # every node has the same
             for one, *squares in zip(stale, *rows, strict=True):
                 one.norm = math.sqrt(sum(squares))
         return held.norm

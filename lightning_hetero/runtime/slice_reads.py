@@ -153,7 +153,7 @@ class SliceReads:
             like: A contiguous tensor of its shape and dtype, on the meta device.
             piece: The state, flat, on the owner; else an empty tensor.
         """
-        ranks, numel = self._collectives.ranks, like.numel()
+        ranks, numel = self._collectives.shards, like.numel()
         spans = tuple((0 if rank <= owner else numel, numel if rank == owner else 0) for rank in range(ranks))
         return self._hold(name, like.shape, like.stride(), spans, piece)
 
@@ -166,14 +166,14 @@ class SliceReads:
         return OffloadedTensor(held, stride=stride)
 
     def tell_all(self, rows: dict[int, Options]) -> list[dict[int, Options]]:
-        """Gives all ranks what each says of the state that it has; all ranks call it."""
+        """What the owner of each slice says of the state that it has; all ranks call it."""
         self._collectives.meet("READ", NO_BLOCK)
-        return self._collectives.tell_all(rows)
+        return self._collectives.tell_all(rows)[: self._collectives.shards]  # every node has the same
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self._collectives.rank
+        """The slice that this rank owns."""
+        return self._collectives.shard
 
     @contextmanager
     def by_first(self) -> Iterator[None]:
@@ -226,7 +226,7 @@ class SliceReads:
         """
         if self._way is None:
             raise OffloadedAccessError(
-                f"{held.name!r} is spread over {self._collectives.ranks} ranks. It can be saved: all ranks call "
+                f"{held.name!r} is spread over {self._collectives.shards} ranks. It can be saved: all ranks call "
                 f"trainer.save_checkpoint(path). It can be read within `with strategy.materialize(module)`, on all ranks."
             )
         runs = [(0, held.shape.numel())]
@@ -297,7 +297,8 @@ class SliceReads:
                 raise HeteroError("the first rank could not write the checkpoint. Its own error says why.")
             if what == _ENDED:
                 return
-            self._collectives.send(self._own(*key), 0)
+            if self._collectives.node == 0:  # the first rank is there
+                self._collectives.send(self._own(*key), 0)
 
     def _tell(self, what: int, number: int = 0, array: int = 0, index: int = 0) -> None:
         self._collectives.broadcast(torch.tensor([what, number, array, index]))

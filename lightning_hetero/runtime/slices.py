@@ -128,6 +128,9 @@ class Slices:
     def share(self, block: Block) -> None:
         """Gives all ranks the first rank's weights of a block."""
         if self.is_shared:
+            for part in block.parts:
+                if part.is_filled_here:  # by the first rank of a node, for the others there
+                    self.collectives.like_first_node(_bytes(part))
             self.collectives.meet("SHARE", block.index)
         for part in block.parts:
             part.versions = versions(part)
@@ -148,7 +151,7 @@ class Slices:
     def apart(self, blocks: Sequence[Block]) -> Iterator[None]:
         """What code writes to whole weights in the context, this rank alone sees.
 
-        All ranks enter and leave it. Then each rank's own slice counts.
+        All ranks enter and leave it. Then each rank's own slice counts, of nodes that of the first.
         """
         parts = [part for block in blocks for part in block.parts]
         arenas = [(part, part.arena) for part in parts if isinstance(part.arena, SharedArena) and part.arena.is_shared]
@@ -162,22 +165,25 @@ class Slices:
                     find_moved(part)
                     bring_back(part)
                     part.versions = versions(part)
-                changed = {arena for part, arena in arenas if arena.was_changed(*_own_range(part))}
-                (any_changed,) = self.collectives.meet("MATERIALIZE", NO_BLOCK, bool(changed))
+                changed = any(arena.was_changed(*_own_range(part)) for part, arena in arenas)
+                (any_changed,) = self.collectives.meet("MATERIALIZE", NO_BLOCK, changed)
                 for part, arena in arenas:
-                    if arena in changed:
-                        arena.write_back(*_own_range(part))
+                    if any_changed:
+                        begin, size = _own_range(part)
+                        self.collectives.like_first_node(_bytes(part)[begin : begin + size])
+                        arena.write_back(begin, size)
                     arena.share()
                     part.is_whole &= not any_changed
 
 
 def shared_file(collectives: Collectives) -> SharedFile | None:
-    """The memory that all ranks share; ``None``, and a line in the log, if they cannot."""
+    """The memory that ranks of a node share; ``None``, and a line in the log, if some cannot."""
     file, why = None, 0
-    if collectives.rank == 0:
+    if collectives.shard == 0:
         file, why = _opened(None)
-    place = collectives.agree([0] * len(FileAddress._fields) if file is None else file.place)[0]
-    if collectives.rank and any(place):
+    places = collectives.agree([0] * len(FileAddress._fields) if file is None else file.place)
+    place = places[collectives.node * collectives.shards]  # where the first rank of this node has it
+    if collectives.shard and any(place):
         file, why = _opened(FileAddress(*map(int, place)))
     refusals = [(rank, int(code)) for rank, (code,) in enumerate(collectives.agree([why])) if code]
     if not refusals:
@@ -218,7 +224,8 @@ def slices_of(
     for name, *numbers in zip(("parameters", "trained parameters"), *rows, strict=True):
         if len(set(numbers)) > 1:
             raise ConfigError(
-                f"rank {options.own.rank} of {options.own.ranks}: the ranks have other {name}. Build the same model on all."
+                f"rank {options.collectives.rank} of {options.collectives.ranks}: the ranks have other {name}. Build the same "
+                f"model on all."
             )
     check_same_plan(options.collectives, plan)
     return Slices(options.collectives, side, is_shared=file is not None, poison=options.poison)

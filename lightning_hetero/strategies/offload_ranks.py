@@ -1,4 +1,4 @@
-"""``Trainer(strategy="hetero_offload", devices=N)``: ranks that share one model on one machine.
+"""``Trainer(strategy="hetero_offload", devices=N)``: ranks that share one model on each machine.
 
 [Note: A strategy joins ranks]
 Lightning makes a strategy, or gets it from the user, before it says on how many devices it runs. So
@@ -24,6 +24,7 @@ from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
+from lightning_hetero.lanes.mesh import mesh_of
 from lightning_hetero.lanes.network import network_of_environment
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.quantized import is_to_quantize
@@ -98,12 +99,15 @@ class HeteroOffloadRanks(_Base):
         if lightning_of(self).is_fit(self.run.module.trainer):
             self._check_fit(self.run.module.trainer)
         super(Offloading, self).setup_environment()
+        self._check_places()
         if self.is_global_zero:
             speak(lightning_of(self))
         device = self.run.choices.options.device
         network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
         if self.run.autoplan is not None:
-            self.run.autoplan.join(Decisions(dist.new_group(timeout=self._timeout), network))
+            self.run.autoplan.join(
+                Decisions(dist.new_group(timeout=self._timeout), network, mesh_of(self.num_nodes, self._timeout))
+            )
         devices = list(self.parallel_devices or ())
         devices[self.local_rank] = self.run.use_device(self.root_device)
         self.parallel_devices = devices
@@ -111,10 +115,27 @@ class HeteroOffloadRanks(_Base):
         options, group = self.run.options, dist.new_group(timeout=self._timeout, backend="gloo")
         engine = options.engine
         if not engine.update_threads:
-            engine = replace(engine, update_threads=max(1, engine.threads() // self.world_size))
-        collectives, root = Collectives(group, network), self.run.choices.options.disk_path
+            engine = replace(engine, update_threads=max(1, engine.threads() // self.num_processes))
+        collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
+        root = self.run.choices.options.disk_path
         place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
+
+    def _check_places(self) -> None:
+        """Refuses nodes that do not have equally many ranks, in their order.
+
+        Raises:
+            ConfigError: Says which place on which node each rank has.
+        """
+        places: list[tuple[int, int]] = [(0, 0)] * self.world_size
+        dist.all_gather_object(places, (self.node_rank, self.local_rank))
+        if places != [divmod(rank, self.num_processes) for rank in range(self.world_size)]:
+            where = ", ".join(f"rank {rank}: node {node}, place {place}" for rank, (node, place) in enumerate(places))
+            raise ConfigError(
+                f"nodes have other places for ranks than num_nodes={self.num_nodes}, devices={self.num_processes} ({where}). Start "
+                f"equally many ranks on each node, node by node: torchrun --nnodes={self.num_nodes} --nproc-per-node="
+                f"{self.num_processes}."
+            )
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or process_group_of(self.parallel_devices or [])
@@ -126,8 +147,8 @@ class HeteroOffloadRanks(_Base):
             UnsupportedError: Names the option and what is allowed.
         """
         choices, number = self.run.choices, self.num_processes
-        if self.num_nodes > 1:
-            raise self._refusal(f"num_nodes={self.num_nodes}", "Pass num_nodes=1.")
+        if self.num_nodes > 1 and choices.options.disk_path is not None:
+            raise self._refusal(f"disk_path with num_nodes={self.num_nodes}", "Leave disk_path out.")
         devices = self.parallel_devices or []
         for device in devices:
             check_kind(device, self.accelerator, self.strategy_name)

@@ -17,6 +17,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind
 from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.lanes.mesh import mesh_of
 
 TIMEOUT_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -59,6 +60,32 @@ def reduces(collectives: Collectives) -> None:
                 total = total + other.double()
             assert torch.equal(own, (total / divisor).to(dtype).view(collectives.ranks, -1)[collectives.rank])
         assert torch.equal(mine, every[collectives.rank])
+
+
+def reduces_over_nodes(collectives: Collectives) -> None:
+    """Each rank gets its slice of the same sum, whatever ranks are on a node; slices are gathered
+    from its node alone.
+    """
+    for nodes in [number for number in range(1, collectives.ranks + 1) if not collectives.ranks % number]:
+        on_nodes = Collectives(mesh=mesh_of(nodes, timedelta(seconds=TIMEOUT_S)))
+        shards, size = on_nodes.shards, nodes * 1003
+        assert (on_nodes.node, on_nodes.shard) == divmod(collectives.rank, shards)
+        for dtype in DTYPES:
+            every = [gradients(rank, shards * size, dtype) for rank in range(collectives.ranks)]
+            pieces = every[collectives.rank].view(shards, nodes, -1).transpose(0, 1)  # rank by rank
+            mine, own = pieces.reshape(-1), torch.full((size,), torch.nan, dtype=dtype)
+            on_nodes.reduce(own, mine, torch.empty_like(mine), divisor=3)
+            total = every[0].double()
+            for other in every[1:]:
+                total = total + other.double()
+            mean = (total / 3).to(dtype)
+            assert torch.equal(own, mean.view(shards, -1)[on_nodes.shard])
+            whole = torch.empty_like(mean)
+            on_nodes.gather(whole, own)
+            assert torch.equal(whole, mean)
+            other = torch.full((9,), float(on_nodes.rank), dtype=dtype)
+            on_nodes.like_first_node(other)
+            assert (other == on_nodes.shard).all()
 
 
 def agrees(collectives: Collectives) -> None:
@@ -132,7 +159,9 @@ def _doing(work: Callable[[], None]) -> Callable[[], tuple[()]]:
     return run
 
 
-SCENARIOS = {work.__name__: work for work in (gathers, reduces, agrees, runs_on_a_lane, loses_a_rank, waits_for_a_rank)}
+SCENARIOS = {
+    work.__name__: work for work in (gathers, reduces, reduces_over_nodes, agrees, runs_on_a_lane, loses_a_rank, waits_for_a_rank)
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -42,6 +42,7 @@ from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
+SHARDS = int(os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)))  # the ranks of a node
 RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning tells its children the second
 ACCELERATOR: Any = "cpu"
 DEVICE: EmulatedDevice | None = None  # that of this rank, if it has memory of its own
@@ -131,15 +132,15 @@ class Looks(pl.Callback):
         assert sum(len(op.behind) for op in ops) <= len(ops), "an op follows its own, not all before it"
         lanes.drain()  # a RELEASE may be under way
         for part in [part for block in blocks for part in block.parts]:
-            own = part.run.view(WORLD, -1)
+            own = part.run.view(SHARDS, -1)
             if follows and not part.block.spec.pinned and not part.is_whole:
-                others = own[[rank for rank in range(WORLD) if rank != RANK]]
+                others = own[[shard for shard in range(SHARDS) if shard != RANK % SHARDS]]
                 is_shared, poisoned = isinstance(part.arena, SharedArena), os.environ["LIGHTNING_HETERO_POISON"] == "1"
                 assert others.isnan().all() if poisoned else is_shared or not others.count_nonzero(), "they count no more"
                 module.seen.append(part.names[0])
             assert part.native is None or part.native.geometry.num_elements == own.shape[1]
         if not blocks[1].parts[0].is_whole:
-            with pytest.raises(OffloadedAccessError, match=f"spread over {WORLD} ranks"):
+            with pytest.raises(OffloadedAccessError, match=f"spread over {SHARDS} ranks"):
                 module.layers[0].up.weight.sum()
 
 
@@ -149,7 +150,8 @@ def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     return pl.Trainer(
         accelerator=ACCELERATOR,
-        devices=WORLD,
+        devices=SHARDS,
+        num_nodes=WORLD // SHARDS,
         strategy=strategy,
         default_root_dir=out,
         **quiet | {"max_epochs": 1, "use_distributed_sampler": False} | flags,
@@ -288,14 +290,14 @@ def is_read_from_disk(out: Path) -> None:
     plan = {"plan": "disk", "block_cls": "Layer", "update_threads": 1}
     with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs") as refused:
         trainer(out, HeteroOffloadStrategy(**plan, host_memory="64KiB")).fit(model(), batches())
-    least = WORLD * refused.value.needed_bytes
+    least = SHARDS * refused.value.needed_bytes
     for kind, accumulate, clip in [("", 1, None), ("tied frozen", 2, 0.3), ("rare skips", 1, None)]:
         shared, strategy = model(kind, seed=5 + RANK), HeteroOffloadStrategy(**plan, host_memory=least)
         flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": 2}
         run = trainer(out, strategy, **flags)
         run.fit(shared, batches(), batches())
         same(shared, reference(kind, accumulate, clip))
-        blocks = sum(p.numel() for p in shared.layers.parameters()) * 4 // WORLD
+        blocks = sum(p.numel() for p in shared.layers.parameters()) * 4 // SHARDS
         assert strategy.memory_report()["bytes_read"] > 3 * STEPS * blocks, "weights twice, and state"
         run.save_checkpoint(out / "read.ckpt")
         saved = torch.load(out / "read.ckpt")["state_dict"]
@@ -343,7 +345,7 @@ def saves_weights(out: Path) -> None:
     wanted = reference("", number=1).__dict__["made"].state_dict()["state"]
     found = torch.load(out / "all.ckpt")["optimizer_states"][0]["state"]
     assert all(torch.equal(found[key][name], value) for key, state in wanted.items() for name, value in state.items())
-    with pytest.raises(OffloadedAccessError, match=f"spread over {WORLD} ranks. It can be saved"):
+    with pytest.raises(OffloadedAccessError, match=f"spread over {SHARDS} ranks. It can be saved"):
         run.optimizers[0].state[shared.layers[0].up.weight]["exp_avg"].sum()
     late = trainer(out, callbacks=[ModelCheckpoint(out, save_on_exception=True)], enable_checkpointing=True)
     with pytest.raises(UnsupportedError, match="callback ModelCheckpoint, which saves after an error"):
@@ -420,7 +422,7 @@ def run_scenarios(known: Mapping[str, Any], *, poison: bool = WORLD == 3) -> Non
     warnings.filterwarnings("error", r"`torch\.distributed\.all_gather", FutureWarning)
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(poison))
-    if WORLD == 3:
+    if WORLD > 2:
         slice_gradients.EXCHANGE_BYTES = 1000  # a block's gradients are exchanged in many pieces
     for word in sys.argv[2:]:
         name, *numbers = word.split(":")

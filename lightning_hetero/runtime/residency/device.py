@@ -85,7 +85,7 @@ class DeviceResidency(Residency):
             device = frozenset(b.index for b in current if self._comes_from_below(b))
         room = DeviceRoom(resident=device, capacity_bytes=self._context.placement.device_cache_bytes)
         if (slices := self._slices) is not None:
-            room = replace(room, ranks=slices.collectives.ranks, gathers_in_place=slices.is_shared)
+            room = replace(room, ranks=slices.collectives.shards, gathers_in_place=slices.is_shared)
         return resident, room
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:

@@ -47,7 +47,7 @@ class RanksResidency(HostResidency):
         whole = frozenset(b.index for b in self._blocks if _is_whole(b))
         room, slices = self._context.placement.device_cache_bytes, self._slices
         return frozenset(b.index for b in fetched), DeviceRoom(
-            resident=whole, capacity_bytes=room, ranks=slices.collectives.ranks, shared_memory=True,
+            resident=whole, capacity_bytes=room, ranks=slices.collectives.shards, shared_memory=True,
             gathers_in_place=slices.is_shared,
         )  # fmt: skip
 
