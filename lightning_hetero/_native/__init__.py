@@ -11,7 +11,7 @@ one part for each dtype, trainability and optimizer among its parameters.
 
 from __future__ import annotations
 
-from lightning_hetero._native.engine import DONE, READY, Engine, EngineStats, Segment, Ticket, TicketTimes
+from lightning_hetero._native.engine import DONE, MAX_DISKS, READY, Engine, EngineStats, Segment, Ticket, TicketTimes
 from lightning_hetero._native.geometry import PartGeometry, file_bytes
 from lightning_hetero._native.kernels import (
     ADAMW,
@@ -37,6 +37,7 @@ __all__ = [
     "F32",
     "LIBRARY_ENV",
     "MAXIMIZE",
+    "MAX_DISKS",
     "READY",
     "U8",
     "Arena",

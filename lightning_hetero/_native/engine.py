@@ -34,6 +34,7 @@ READY, DONE = 1, 2
 
 _IO_BACKENDS = {"auto": 0, "io_uring": 1, "pool": 2, "synthetic": 3}
 _WAIT_SLICE_S = 0.2  # how late Ctrl-C may be noticed
+MAX_DISKS = 64  # api.h's
 _INT31 = 2**31 - 1
 _INT63 = 2**63 - 1
 
@@ -170,13 +171,14 @@ class Engine(Handle):
     Args:
         io_backend: ``"auto"`` (io_uring where the kernel allows it, else threads), ``"io_uring"``,
             ``"pool"`` or ``"synthetic"`` (a duplex device that sleeps, for tests and benchmarks).
-        io_threads: Threads of the pool or the synthetic device.
-        queue_depth: Transfers in flight.
+        io_threads: Threads of the pool for each disk.
+        queue_depth: Transfers in flight on each disk.
         update_threads: Threads that run kernels.
-        staging_bytes: Memory for state that streams from disk; at least three chunks.
+        staging_bytes: Memory for state that streams from disk; at least three chunks for each disk.
         chunk_bytes_max: The largest staged chunk of any block.
         synthetic_read_bytes_per_s: The synthetic device's read bandwidth.
         synthetic_write_bytes_per_s: Its write bandwidth.
+        num_disks: Disks on which stores have their files.
 
     Attributes:
         waited_s: Seconds that callers have spent in :meth:`Ticket.wait`; near enough where several
@@ -200,6 +202,7 @@ class Engine(Handle):
         chunk_bytes_max: int,
         synthetic_read_bytes_per_s: float = 0.0,
         synthetic_write_bytes_per_s: float = 0.0,
+        num_disks: int = 1,
     ) -> None:
         if io_backend not in _IO_BACKENDS:
             raise ConfigError(f"io_backend is {io_backend!r}; allowed: {', '.join(_IO_BACKENDS)}.")
@@ -215,7 +218,8 @@ class Engine(Handle):
         )
         self._retired: dict[int, list[object]] = {}
         self.waited_s = 0.0
-        super().__init__(functions()["engine_create"](ctypes.byref(options)), "engine_destroy")
+        disks = check_range("num_disks", num_disks, low=1, high=MAX_DISKS)
+        super().__init__(functions()["engine_create_for"](ctypes.byref(options), disks), "engine_destroy")
 
     @property
     def io_backend(self) -> str:

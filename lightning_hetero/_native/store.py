@@ -171,6 +171,7 @@ class Store(Handle):
         verify_digests: Write digests of everything, and check the contents of every chunk read, not
             only its stamp.
         write_digests: Write them, and check what a record is recovered with.
+        further: Directories for files of blocks on further disks.
         num_blocks: Disk blocks that the store holds.
         user_bytes: Largest user blob of a commit record.
 
@@ -194,6 +195,7 @@ class Store(Handle):
         num_blocks: int,
         user_bytes: int,
         write_digests: bool = False,
+        further: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
         if not isinstance(uuid, bytes) or len(uuid) != _UUID_BYTES:
             raise ConfigError(f"uuid is {uuid!r}; allowed: {_UUID_BYTES} bytes.")
@@ -208,6 +210,8 @@ class Store(Handle):
             user_bytes,
         )
         super().__init__(functions()["store_open"](os.fsencode(directory), ctypes.byref(options)), "store_close")
+        for place in further:
+            check(functions()["store_add_directory"](self.pointer, os.fsencode(place)))
 
     def recover(self) -> tuple[int, bytes]:
         """Applies the newest commit record to the open blocks; returns its step and user blob.
@@ -255,6 +259,7 @@ class NativePart(Handle):
         store: The store that holds its files; None for a block wholly in memory.
         geometry: Its shape.
         weights_address: Address of ``num_elements`` weights, from an ``Arena``.
+        disk: Which of the store's directories has its files, or gets them; 0 is the first.
         keep: What must live as long as the block: the arena.
 
     Raises:
@@ -263,16 +268,19 @@ class NativePart(Handle):
         StoreError: a system call failed.
     """
 
-    __slots__ = ("_keep", "geometry")
+    __slots__ = ("_keep", "disk", "geometry")
 
-    def __init__(self, store: Store | None, geometry: PartGeometry, weights_address: int, *, keep: object = None) -> None:
+    def __init__(
+        self, store: Store | None, geometry: PartGeometry, weights_address: int, *, disk: int = 0, keep: object = None
+    ) -> None:
         if store is None and (geometry.weights_on_disk_file or geometry.state_on_disk_file):
             raise ConfigError(f"block {geometry.id} has sections on disk but no store; give it one, or keep it in memory.")
-        self.geometry = geometry
+        self.geometry, self.disk = geometry, disk
         self._keep = (store, keep)
         check_address("weights_address", weights_address, alignment=DTYPE_BYTES[geometry.weight_dtype])
         pointer = None if store is None else store.pointer
-        opened = functions()["block_open"](pointer, ctypes.byref(geometry.as_c()), weights_address)
+        check_range("disk", disk, low=0, high=_INT32_MAX)
+        opened = functions()["block_open_on"](pointer, ctypes.byref(geometry.as_c()), weights_address, disk)
         super().__init__(opened, "block_close")
 
     def bind(self, weights_address: int, *, keep: object = None) -> None:
@@ -391,7 +399,7 @@ class InPlacePart(NativePart):
         runs: Sequence[tuple[int, int, int, int]],
         direct_io: bool,
     ) -> None:
-        self.geometry = geometry
+        self.geometry, self.disk = geometry, 0
         self._keep = (None, None)
         check_address("weights_address", weights_address, alignment=_PAGE)
         c_files = (CRunFile * len(files))(*(CRunFile(os.fsencode(f.path), f.num_bytes, f.mtime_ns) for f in files))

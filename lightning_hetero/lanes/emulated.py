@@ -56,7 +56,7 @@ class EmulatedDevice:
         cpu_update_bytes_per_s: Most bytes of optimizer state in memory that the CPU updates in a
             second.
         device_update_bytes_per_s: The same for updates on the device.
-        disk_bytes_per_s: Most bytes that the disk reads in a second, and writes at the same time.
+        disk_bytes_per_s: Most bytes that each disk reads in a second, and writes at the same time.
         net_bytes_per_s: Most bytes that one of several ranks sends to the others in a second.
         net_latency_s: Time that every collective takes in addition.
         unified: Its memory is part of ``host_memory``, as on machines whose processors share it.

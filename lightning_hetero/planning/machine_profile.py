@@ -82,7 +82,7 @@ class Machine:
             found = self._shared(found, session, together.decisions, again=again)
         device = session.options.device
         if isinstance(device, EmulatedDevice):
-            return emulated(found, device) if found.shared_memory else found
+            return emulated(found, device, session.options.engine.num_disks) if found.shared_memory else found
         if found.shared_memory != (device is None):
             where = "the CPU" if device is None else str(device.device)
             own = "the host's own CPU as device" if found.shared_memory else "a device with memory of its own"
@@ -128,14 +128,16 @@ def _network(session: Session, decisions: Decisions) -> Network:
         return measure(decisions, beside)
 
 
-def emulated(host: HardwareProfile, device: EmulatedDevice) -> HardwareProfile:
+def emulated(host: HardwareProfile, device: EmulatedDevice, num_disks: int = 1) -> HardwareProfile:
     """A machine with an emulated device: the host's rates, and the device's own where it sets them.
 
     Without a set bandwidth copies run at half of the memory's, because they read and write memory.
-    Set rates of updates are for fp32 weights with 8 bytes of state each.
+    Set rates of updates are for fp32 weights with 8 bytes of state each. The set rate of a disk is
+    that of each.
     """
     h2d, d2h = (rate or host.host_dram_bytes_per_s / 2 for rate in (device.h2d_bytes_per_s, device.d2h_bytes_per_s))
-    read, write = (device.disk_bytes_per_s or rate for rate in (host.disk_read_bytes_per_s, host.disk_write_bytes_per_s))
+    disks = num_disks * (device.disk_bytes_per_s or 0.0)
+    read, write = (disks or rate for rate in (host.disk_read_bytes_per_s, host.disk_write_bytes_per_s))
     on_cpu, on_device = (
         host.cpu_update_params_per_s / slowdown if rate is None else rate / _STATE_BYTES
         for rate, slowdown in ((device.cpu_update_bytes_per_s, 1.0), (device.device_update_bytes_per_s, device.compute_slowdown))
@@ -209,7 +211,7 @@ def _measured_alone(session: Session, *, disk: bool, again: bool, ranks: int) ->
         alone=partial(_alone, session),
     )
     try:
-        return measure(session.disk_root())
+        return measure(session.disk_roots())
     except ConfigError as error:  # for example a file system in memory, which is no tier
         log.info("planning without a disk: %s", error)
         found = measure(None)

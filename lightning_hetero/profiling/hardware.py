@@ -27,18 +27,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from pathlib import Path
 
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, StoreError, UnsupportedError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.profiling import cache, loads
-from lightning_hetero.profiling.machine import MeasuredMachine
+from lightning_hetero.profiling.disks import measure_disks
+from lightning_hetero.profiling.machine import MeasuredMachine, Paths
 from lightning_hetero.profiling.timing import Load, Measured, Neighbours, Round, alone, progress, rounds, slowdown
 from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
-from lightning_hetero.store.volume import Volume
+from lightning_hetero.store.format.stripes import Balance
 from lightning_hetero.units import MIB, format_bytes
 
 SECONDS = 7.5
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 
 def measure(
-    path: str | Path | None = None,
+    path: Paths | None = None,
     *,
     device: str | None = None,
     refresh: bool = False,
@@ -85,8 +85,10 @@ def measure(
     the factor with all of them at once.
 
     Args:
-        path: A directory on the disk to measure; ``None``: the working directory; if that cannot be
-            a disk tier, a profile without a disk.
+        path: A directory on the disk to measure, or one on each of several; ``None``: the working
+            directory; if that cannot be a disk tier, a profile without a disk. Of several disks the
+            profile has what they sustain together when blocks are dealt to them as in training, and
+            what each does alone in ``source["disks"]``.
         device: ``"cpu"``, or the kind of an accelerator as torch names it; ``None``: the
             accelerator if there is one.
         refresh: Measure even if the profile is cached.
@@ -118,7 +120,8 @@ def measure(
 
 
 def _measured(machine: MeasuredMachine, seconds: float, room: int | None) -> HardwareProfile:
-    what = f"{machine.device.type}, host memory" + ("" if machine.volume is None else f" and the disk under {machine.path}")
+    disks = f" and the disk under {', '.join(map(str, machine.paths))}" if machine.volumes else ""
+    what = f"{machine.device.type}, host memory{disks}"
     log.info("measuring this machine (%s), for about %.0f s; kept in %s.", what, seconds, cache.cache_directory())
     begin_s = now_s()
     benchmarks = _Benchmarks(machine, room)
@@ -141,7 +144,7 @@ def _measured(machine: MeasuredMachine, seconds: float, room: int | None) -> Har
     return profile
 
 
-def known(path: str | Path | None = None, *, device: str | None = None) -> HardwareProfile | None:
+def known(path: Paths | None = None, *, device: str | None = None) -> HardwareProfile | None:
     """The cached profile for the same arguments to :func:`measure`, or ``None``."""
     return _known(MeasuredMachine.of(path, device=device, update_threads=None))
 
@@ -158,7 +161,7 @@ def with_capacities(profile: HardwareProfile, machine: MeasuredMachine) -> Hardw
     """The profile with the memory and the disk space that are free now."""
     host = available_memory_bytes()
     device = host if profile.shared_memory else machine.device_memory_bytes()
-    disk = machine.volume.free_bytes if machine.volume is not None and profile.disk_read_bytes_per_s > 0 else 0
+    disk = machine.disk_capacity_bytes() if machine.volumes and profile.disk_read_bytes_per_s > 0 else 0
     now = f"free on {_now()}"
     source = {
         **profile.source,
@@ -221,10 +224,10 @@ class _Benchmarks:
         self.how["update"] = f"Adam in host memory, fp32, {machine.update_threads} threads, {params} parameters"
         self.how["memory"] = f"the bytes of an update moved by {machine.cores} threads"
         self.how["downcast"] = f"fp32 to bf16, {machine.torch_threads} threads"
-        reason = "" if machine.volume is not None else "not measured: no plan was to use a disk, or there is none"
+        reason = "" if machine.volumes else "not measured: no plan was to use a disk, or there is none"
         try:
-            if machine.volume is not None:
-                made += self._disk_loads(machine.volume, min(_LEAST_BYTES, room), undo)
+            if machine.volumes:
+                made += self._disk_loads(min(_LEAST_BYTES, room), undo)
         except (ConfigError, StoreError, UnsupportedError) as error:
             if machine.path_given:
                 raise
@@ -268,12 +271,17 @@ class _Benchmarks:
         most = free * 3 // 4 if self.room is None else min(free * 3 // 4, max(self.room, least))
         return _LEAST_SHARE_BYTES + (most - least) // _SHARES
 
-    def _disk_loads(self, volume: Volume, most_bytes: int, undo: ExitStack) -> tuple[loads.DiskTransfer, loads.DiskTransfer]:
-        machine = self.machine
-        num_bytes = min(most_bytes, volume.free_bytes // _DISK_SHARE)
+    def _disk_loads(self, most_bytes: int, undo: ExitStack) -> tuple[loads.DiskTransfer, loads.DiskTransfer]:
+        machine, balance, num_disks = self.machine, None, len(self.machine.paths)
+        num_bytes = min(most_bytes, machine.disk_capacity_bytes() // _DISK_SHARE)
+        if num_disks > 1:
+            each = measure_disks(machine.paths, replace(machine.engine, num_disks=1))
+            self.how["disks"] = "each alone: " + "; ".join(map(str, each))
+            balance = Balance([disk.both_bytes_per_s for disk in each])
         directory = StoreDirectory.create_or_adopt(
-            None, default_root=machine.path, manifest={"benchmark": "disk"}, needed_bytes=loads.disk_bytes(num_bytes)
-        )
+            None, default_root=machine.paths[0], further=machine.paths[1:], balance=balance, manifest={"benchmark": "disk"},
+            needed_bytes=loads.disk_bytes(num_bytes, num_disks),
+        )  # fmt: skip
         undo.callback(directory.close)
         reads, writes = loads.disk_loads(directory, num_bytes, machine.engine, undo)
         how = f"{machine.disk_name()}, direct, {reads.backend}, {num_bytes // MIB} MiB of files"
@@ -284,7 +292,8 @@ class _Benchmarks:
         machine, when = self.machine, _now()
         no_copies = "nothing is copied: the device is the host"
         no_disk = without_disk or "none"
-        source = {"disk_duplex": no_disk, "collective_bytes_per_s": "one device", "meeting_s": "one device"}
+        source = {"disks": self.how["disks"]} if "disks" in self.how else {}
+        source |= {"disk_duplex": no_disk, "collective_bytes_per_s": "one device", "meeting_s": "one device"}
 
         def rate(key: str, load: str, otherwise: str = "") -> float:
             if load not in self.how:

@@ -205,18 +205,22 @@ class DiskTransfer(Load):
     Args:
         store: The store of both.
         directory: Its directory.
-        blocks: Numbers of the files.
+        blocks: Numbers of the files, and the disk of each.
         write: Whether to write, in place; otherwise it reads.
         options: Back end and queue, as in training.
     """
 
-    def __init__(self, store: Store, blocks: Sequence[int], *, write: bool, options: EngineOptions) -> None:
+    def __init__(self, store: Store, blocks: Sequence[tuple[int, int]], *, write: bool, options: EngineOptions) -> None:
         self.name = "write" if write else "read"
         self._under_way: deque[Ticket] = deque()
         self._undo = ExitStack()
         with ExitStack() as undo:
-            self._engine = _engine(io_backend=options.io_backend, io_threads=options.io_threads, queue_depth=options.queue_depth)
-            self._blocks = [_opaque(store, number, undo) for number in blocks]
+            self._engine = _engine(
+                io_backend=options.io_backend, io_threads=options.io_threads, queue_depth=options.queue_depth,
+                num_disks=options.num_disks,
+            )  # fmt: skip
+            self._blocks = [_opaque(store, number, disk, undo) for number, disk in blocks]
+            self._in_flight = _IN_FLIGHT * options.num_disks
             undo.callback(self._engine.close)  # runs before its blocks'
             self._undo = undo.pop_all()
         self._next = 0
@@ -224,7 +228,7 @@ class DiskTransfer(Load):
         begin_s = now_s()
         written = 0
         for block in self._blocks:  # the first write to a newly allocated file is slower than later ones
-            if written >= _IN_FLIGHT and now_s() - begin_s > _PREPARE_S:
+            if written >= self._in_flight and now_s() - begin_s > _PREPARE_S:
                 break
             self._store(block).wait()
             written += 1
@@ -240,7 +244,7 @@ class DiskTransfer(Load):
 
     def step(self) -> float:
         """Submits a block and waits for an earlier one."""
-        while len(self._under_way) < _IN_FLIGHT:
+        while len(self._under_way) < self._in_flight:
             self._under_way.append(self._submit(self._blocks[self._next]))
             self._next = (self._next + 1) % len(self._blocks)
         self._finish()
@@ -276,10 +280,11 @@ def disk_loads(
         UnsupportedError: The file system refuses direct transfers.
         StoreError: A transfer failed.
     """
-    count = max(_IN_FLIGHT, num_bytes // _BLOCK_BYTES)
+    count = _count(num_bytes, options.num_disks)
     store = undo.enter_context(
         Store(
             directory.path,
+            further=directory.places[1:],
             uuid=directory.uuid,
             create=True,
             direct_io=options.direct_io,
@@ -289,8 +294,14 @@ def disk_loads(
             user_bytes=0,
         )
     )
-    reads = undo.enter_context(DiskTransfer(store, range(count), write=False, options=options))
-    return reads, undo.enter_context(DiskTransfer(store, range(count, 2 * count), write=True, options=options))
+    read, written = ([(number, directory.disk_of(number, _BLOCK_BYTES)) for number in range(i, i + count)] for i in (0, count))
+    reads = undo.enter_context(DiskTransfer(store, read, write=False, options=options))
+    return reads, undo.enter_context(DiskTransfer(store, written, write=True, options=options))
+
+
+def _count(num_bytes: int, num_disks: int) -> int:
+    """Files of one direction."""
+    return max(_IN_FLIGHT * num_disks, num_bytes // _BLOCK_BYTES)
 
 
 def compute_bytes(*, dtype: torch.dtype, hidden: int, tokens: int) -> int:
@@ -298,19 +309,19 @@ def compute_bytes(*, dtype: torch.dtype, hidden: int, tokens: int) -> int:
     return (2 * 12 * hidden**2 + 48 * tokens * hidden) * dtype.itemsize
 
 
-def engine_bytes() -> int:
+def engine_bytes(num_disks: int = 1) -> int:
     """Staging memory of a load's engine."""
-    return 3 * _staged()
+    return 3 * num_disks * _staged()
 
 
-def disk_memory_bytes() -> int:
+def disk_memory_bytes(num_disks: int = 1) -> int:
     """The least memory of :func:`disk_loads`: blocks and engines of both directions."""
-    return 2 * (_IN_FLIGHT * _BLOCK_BYTES + engine_bytes())
+    return 2 * (_count(0, num_disks) * _BLOCK_BYTES + engine_bytes(num_disks))
 
 
-def disk_bytes(num_bytes: int) -> int:
+def disk_bytes(num_bytes: int, num_disks: int = 1) -> int:
     """Bytes of files that :func:`disk_loads` makes: both directions, each file with its head."""
-    return 2 * max(_IN_FLIGHT, num_bytes // _BLOCK_BYTES) * (_BLOCK_BYTES + MIB)
+    return 2 * _count(num_bytes, num_disks) * (_BLOCK_BYTES + MIB)
 
 
 class Copy(Load):
@@ -363,8 +374,8 @@ class DeviceUpdate(Load):
         return float(self._param.numel())
 
 
-def _engine(**options: Any) -> Engine:
-    return Engine(staging_bytes=engine_bytes(), chunk_bytes_max=_staged(), **options)
+def _engine(num_disks: int = 1, **options: Any) -> Engine:
+    return Engine(staging_bytes=engine_bytes(num_disks), chunk_bytes_max=_staged(), num_disks=num_disks, **options)
 
 
 def _staged() -> int:
@@ -372,7 +383,7 @@ def _staged() -> int:
     return max(_IO_CHUNK_BYTES, 12 * _CHUNK_ELEMENTS) + 16 * KIB
 
 
-def _opaque(store: Store, number: int, undo: ExitStack) -> NativePart:
+def _opaque(store: Store, number: int, disk: int, undo: ExitStack) -> NativePart:
     arena = undo.enter_context(Arena(_BLOCK_BYTES))
     _tensor(arena, _BLOCK_BYTES, torch.uint8).fill_(number % 251 + 1)
     geometry = PartGeometry(
@@ -385,7 +396,7 @@ def _opaque(store: Store, number: int, undo: ExitStack) -> NativePart:
         num_slots=1,
         chunk_elements=_IO_CHUNK_BYTES,
     )
-    return undo.enter_context(NativePart(store, geometry, arena.address))
+    return undo.enter_context(NativePart(store, geometry, arena.address, disk=disk))
 
 
 def _tensor(arena: Arena, count: int, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,14 +27,17 @@ _TOKENS_OF_TWO_CORES, _TOKENS_DEVICE = 128, 8192
 _COPY_BYTES, _DEVICE_PARAMS = 64 * MIB, 64 * MIB  # some milliseconds each
 
 
+Paths = str | Path | Sequence[str | Path]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMachine:
     """The measured parts of this machine.
 
     Attributes:
-        path: A directory on its disk.
-        path_given: Whether the user named it; otherwise it need not be a disk.
-        volume: The file system there; ``None`` if it cannot be examined.
+        paths: A directory on each of its disks.
+        path_given: Whether the user named them; otherwise they need not be disks.
+        volumes: The file systems there; none if they cannot be examined.
         device: The device that computes.
         engine: Options of transfers and updates.
         cores: Cores that this process may use.
@@ -40,9 +45,9 @@ class MeasuredMachine:
         cache_bytes: Total size of the processor's last-level caches.
     """
 
-    path: Path
+    paths: tuple[Path, ...]
     path_given: bool
-    volume: Volume | None
+    volumes: tuple[Volume, ...]
     device: torch.device
     engine: EngineOptions
     cores: int
@@ -50,7 +55,7 @@ class MeasuredMachine:
     cache_bytes: int
 
     @classmethod
-    def of(cls, path: str | Path | None, *, device: str | None, update_threads: int | None) -> MeasuredMachine:
+    def of(cls, path: Paths | None, *, device: str | None, update_threads: int | None) -> MeasuredMachine:
         """Examines this machine; see ``hardware.measure`` for the arguments.
 
         Raises:
@@ -59,19 +64,21 @@ class MeasuredMachine:
         """
         if update_threads is not None and (isinstance(update_threads, bool) or update_threads < 1):
             raise ConfigError(f"update_threads={update_threads!r}; allowed: a whole number of at least 1, or None.")
-        place = Path.cwd() if path is None else Path(path).expanduser().absolute()
-        if not place.is_dir():
-            raise ConfigError(f"path={str(path)!r} is no directory; give one on the disk to measure.")
+        given = () if path is None else (path,) if isinstance(path, str | Path) else tuple(path)
+        places = tuple(Path(one).expanduser().absolute() for one in given) or (Path.cwd(),)
+        for place in places:
+            if not place.is_dir():
+                raise ConfigError(f"path={str(place)!r} is no directory; give one on the disk to measure.")
         try:
-            volume = Volume.of(place)
+            volumes = tuple(map(Volume.of, places))
         except OSError:
-            volume = None
+            volumes = ()
         return cls(
-            path=place,
+            paths=places,
             path_given=path is not None,
-            volume=volume,
+            volumes=volumes,
             device=device_of(device),
-            engine=EngineOptions(update_threads=update_threads or 0),
+            engine=EngineOptions(update_threads=update_threads or 0, num_disks=len(places)),
             cores=available_cores(),
             torch_threads=torch.get_num_threads(),
             cache_bytes=_cache_bytes(),
@@ -99,7 +106,7 @@ class MeasuredMachine:
 
     def without_disk(self) -> MeasuredMachine:
         """The same machine without its disk."""
-        return replace(self, volume=None, path_given=False)
+        return replace(self, volumes=(), path_given=False)
 
     def name(self) -> str:
         """A display name."""
@@ -108,7 +115,13 @@ class MeasuredMachine:
 
     def disk_name(self) -> str:
         """The device and the file system under the path."""
-        return "no disk" if self.volume is None else f"{self.volume.source} ({self.volume.filesystem})"
+        return " and ".join(f"{volume.source} ({volume.filesystem})" for volume in self.volumes) or "no disk"
+
+    def disk_capacity_bytes(self) -> int:
+        """Bytes that training may write on all disks together, if each gets an equal part."""
+        on = Counter(place.stat().st_dev for place in self.paths)
+        rooms = zip(self.paths, self.volumes, strict=True)
+        return min((volume.free_bytes * len(self.paths) // on[place.stat().st_dev] for place, volume in rooms), default=0)
 
     def fingerprint(self) -> dict[str, str | int]:
         """The fingerprint: everything that the measurements depend on."""
@@ -135,7 +148,7 @@ class MeasuredMachine:
         """The least host memory of a measurement."""
         dtype, hidden, tokens = self._compute()
         compute = loads.compute_bytes(dtype=dtype, hidden=hidden, tokens=tokens) if self.shared_memory else 2 * _COPY_BYTES
-        return compute + loads.engine_bytes() + (loads.disk_memory_bytes() if self.volume is not None else 0)
+        return compute + loads.engine_bytes() + (loads.disk_memory_bytes(len(self.paths)) if self.volumes else 0)
 
     def compute(self, most_bytes: int) -> loads.Compute:
         """The load for forward and backward; on the host its blocks take at most ``most_bytes``."""

@@ -17,8 +17,9 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.store.file_limits import make_room
 from lightning_hetero.store.format.audit import ring_bytes
-from lightning_hetero.store.format.directory import DiskLimits, StoreDirectory
+from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.manifest import MANIFEST
+from lightning_hetero.store.format.places import DiskLimits
 from lightning_hetero.store.live.blocks import Block, modules_of
 from lightning_hetero.store.live.mirrors import mirror_files
 from lightning_hetero.store.live.tier_store import TierStore
@@ -124,9 +125,14 @@ class Directories:
 
     def room_bytes(self, store: TierStore | None) -> int:
         """Bytes that may be written on the disk beside the files of the plan in force."""
-        free = Volume.of(self.disk_root(store)).free_bytes
+        free = sum(volume.free_bytes for volume in self._volumes(store))
         states = None if store is None else store.files.states
         return int(min(free // self.options.own.ranks, self.beside_bytes() - (0 if states is None else states.num_bytes)))
+
+    def _volumes(self, store: TierStore | None) -> list[Volume]:
+        """The disks with files of blocks, each once."""
+        places = {place.stat().st_dev: place for place in self.disk_roots(store)}
+        return [Volume.of(place) for place in places.values()]
 
     def allowed(self, store: TierStore | None) -> tuple[int, int]:
         """Bytes of the plan's files, and the most that they may take; nothing without files."""
@@ -140,10 +146,13 @@ class Directories:
 
     def disk_root(self, store: TierStore | None) -> Path:
         """An existing directory on the disk where files are or would be."""
+        return self.disk_roots(store)[0]
+
+    def disk_roots(self, store: TierStore | None) -> tuple[Path, ...]:
+        """The same on each disk; the first is the store's."""
         if store is not None and store.files.directory is not None:
-            return store.files.directory.path
-        wanted = (self.options.disk_path or self.default_root).expanduser().absolute()
-        return next(p for p in (wanted, *wanted.parents) if p.is_dir())
+            return store.files.directory.places
+        return tuple(map(existing, self.options.disk_paths or (self.default_root,)))
 
     def _make(
         self,
@@ -156,16 +165,24 @@ class Directories:
         resume: bool = False,
     ) -> StoreDirectory:
         self.default_root.mkdir(parents=True, exist_ok=True)
+        striped = path is not None and path == self.options.disk_path
         return StoreDirectory.create_or_adopt(
             path, default_root=self.default_root, manifest=manifest, needed_bytes=needed_bytes,
             capacity_bytes=self.options.disk_share, allow_tmpfs=self.options.allow_tmpfs,
             allow_rotational=self.options.allow_rotational, sharers=self.options.own.ranks, remedy=remedy,
             layout=layout, member=self.options.member, resume=resume,
+            further=self.options.further_disks if striped else (), balance=self.options.balance if striped else None,
         )  # fmt: skip
 
     def _scratch_path(self) -> Path | None:
         path = self.options.disk_path
         return None if path is not None and (path / MANIFEST).exists() else path
+
+
+def existing(path: Path) -> Path:
+    """The path, or the first above it that is a directory."""
+    wanted = path.expanduser().absolute()
+    return next(p for p in (wanted, *wanted.parents) if p.is_dir())
 
 
 def _params(own: Sequence[Block]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -17,7 +17,6 @@ earlier wait would lose the overlap. With a later wait, steps would pile up behi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.state_blobs import StateBlobs
 from lightning_hetero.store.format import record
+from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.pins import pin, pins, unpin
 from lightning_hetero.store.format.sets import root_of
@@ -318,8 +318,9 @@ class KeptSteps:
         """Moves the last kept step to another path; training goes on in the store without it."""
         path = self._open.directory.path
         if not self._state:
-            path = pins(path)[-1]
-            os.rename(path, target)
+            with StoreFiles(path := pins(path)[-1]) as kept:
+                snapshot(path, target, kept.record.files if kept.record is not None else ())
+            unpin(path.parent)
         else:
             snapshot(path, target, self._open.store.files.committed())
         log.warning("disk_path %r held the last kept step of an earlier fit. It has been put aside: %r.", str(path), str(target))

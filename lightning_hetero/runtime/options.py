@@ -16,6 +16,7 @@ from lightning_hetero.lanes import Device
 from lightning_hetero.lowering.needs import NOTHING, Constant
 from lightning_hetero.store.capacity import available_memory_bytes, total_memory_bytes
 from lightning_hetero.store.format.manifest import Member
+from lightning_hetero.store.format.stripes import Balance
 from lightning_hetero.store.live.blocks import WHOLE, Slice
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
@@ -39,7 +40,8 @@ class SessionOptions:
     collectives: Collectives | None = None  # of the ranks that share the model; None: this process has all of it
     device_memory: int | None = None
     device: Device | None = None  # with memory of its own; None: the device is the host
-    disk_path: Path | None = None
+    disk_paths: tuple[Path, ...] = ()  # a directory on each disk; the first one is the store's
+    disk_rates: tuple[float, ...] = ()  # what each of them moves, relative to the others; empty: all the same
     disk_capacity: int | None = None
     allow_tmpfs: bool = False
     allow_rotational: bool = False
@@ -55,6 +57,21 @@ class SessionOptions:
     def own(self) -> Slice:
         """Which slice of the model this process has."""
         return WHOLE if self.collectives is None else Slice(self.collectives.shard, self.collectives.shards)
+
+    @property
+    def disk_path(self) -> Path | None:
+        """The directory of the store, if the user names one."""
+        return self.disk_paths[0] if self.disk_paths else None
+
+    @property
+    def further_disks(self) -> tuple[Path, ...]:
+        """Directories on further disks, which have a part of the blocks."""
+        return self.disk_paths[1:]
+
+    @property
+    def balance(self) -> Balance:
+        """Deals blocks to the disks; on each rank to another one first."""
+        return Balance(self.disk_rates or [1.0] * max(1, len(self.disk_paths)), ahead=self.own.rank)
 
     @property
     def disk_share(self) -> int | None:

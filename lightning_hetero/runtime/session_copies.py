@@ -39,6 +39,10 @@ class Copies(Budgets):
         """An existing directory on the disk where files are or would be."""
         return self.directories.disk_root(self.store)
 
+    def disk_roots(self) -> tuple[Path, ...]:
+        """The same on each disk that has files of blocks."""
+        return self.directories.disk_roots(self.store)
+
     def drain(self) -> None:
         """Waits for all updates under way."""
         self._check_process()

@@ -34,6 +34,7 @@ from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.tensor_sources import BlobSource, FileRun, StateSource, WeightSource
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.snapshots import snapshot
+from lightning_hetero.store.format.stripes import place_of
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.geometry import WEIGHTS
 from lightning_hetero.store.live.tier_store import TierStore
@@ -166,14 +167,15 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
                 store.refresh_master(part)
             store.flush(part)
     store.commit()
-    path, slots = store.files.directory.path, store.files.committed()
+    path, slots, places = store.files.directory.path, store.files.committed(), store.files.directory.places
     links = path / f"saving-{uuid.uuid4().hex[:8]}"
     snapshot(path, links, slots)
-    linked_bytes = sum((path / name).stat().st_size for name in slots)
+    linked_bytes = sum(place_of(places, name).stat().st_size for name in slots)
     try:
         return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes)
     except BaseException:
-        shutil.rmtree(links, ignore_errors=True)
+        for place in places:
+            shutil.rmtree(place / links.name, ignore_errors=True)
         raise
 
 

@@ -61,6 +61,8 @@ class _Run(Protocol):
 
     def change(self, options: SessionOptions) -> None: ...
 
+    def measure_disks(self) -> None: ...
+
     def reading(self) -> AbstractContextManager[None]: ...
 
 
@@ -283,7 +285,8 @@ class Checkpoints:
             )  # fmt: skip
         else:
             make_way(own, new_run=new_run, source=path)
-            bring(kept, own)
+            self._run.measure_disks()
+            bring(kept, own, self._run.options.further_disks, self._run.options.balance)
         return own
 
     def load_weights(

@@ -60,9 +60,9 @@ class HeteroOffload(_Base):
             what is free there.
         device: An emulated device with memory of its own, to try plans for accelerators without
             one.
-        disk_path: A directory for the disk tier, private to this run. Default: a temporary one
-            under the Trainer's root directory.
-        disk_capacity: Maximum of bytes on disk.
+        disk_path: A directory for the disk tier, private to this run, or a list of one per disk.
+            Default: a temporary one under the Trainer's root directory.
+        disk_capacity: Maximum of bytes on all disks together.
         new_run: Start anew although ``disk_path`` holds kept steps of an earlier run. Its store is
             renamed, never removed. Without this such a fit is refused, unless ``ckpt_path`` is that
             store.
@@ -110,7 +110,7 @@ class HeteroOffload(_Base):
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
         device: EmulatedDevice | None = None,
-        disk_path: str | os.PathLike[str] | None = None,
+        disk_path: checked.DiskPath | None = None,
         disk_capacity: str | int | None = None,
         new_run: bool = False,
         allow_tmpfs: bool = False,

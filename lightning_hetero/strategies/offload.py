@@ -212,6 +212,8 @@ class OffloadRun:
                 own, place = self.options.own, self.options.disk_path.absolute()
                 member = rank_stores.begin(place, own, self.options.collectives, new_run=self.options.new_run)
                 self.change(replace(self.options, member=member))
+        if fits:
+            self.measure_disks()
         strategy = self.strategy
         with nullcontext() if self.built is None else self.built.observed():
             strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
@@ -230,6 +232,11 @@ class OffloadRun:
         alignment = None if resumed is None or path is None else alignment_in(path)
         self.session = session = Session(module, self.options, content, self.built, alignment)
         return session
+
+    def measure_disks(self) -> None:
+        """Measures several disks, once, so that blocks can be dealt to them."""
+        if not self.options.disk_rates:
+            self.change(replace(self.options, disk_rates=rank_stores.disk_rates(self.options)))
 
     @property
     def _resumed_path(self) -> Path | None:

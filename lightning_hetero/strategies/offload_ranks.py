@@ -117,9 +117,9 @@ class HeteroOffloadRanks(_Base):
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.num_processes))
         collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
-        root = self.run.choices.options.disk_path
-        place = None if root is None else place_of(root.absolute(), collectives.rank, collectives.ranks)
-        self.run.change(replace(options, engine=engine, collectives=collectives, disk_path=place))
+        disks = self.run.choices.options.disk_paths
+        own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks) for root in disks[:1])
+        self.run.change(replace(options, engine=engine, collectives=collectives, disk_paths=own + disks[1:]))
 
     def _check_places(self) -> None:
         """Refuses nodes that do not have equally many ranks, in their order.

@@ -13,6 +13,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from lightning_hetero._native import MAX_DISKS
 from lightning_hetero.checkpoint import release_pages
 from lightning_hetero.convert.importing import Weights
 from lightning_hetero.errors import ConfigError, did_you_mean
@@ -27,6 +28,8 @@ from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.units import format_bytes, parse_bytes
+
+DiskPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _Self = TypeVar("_Self")
 _Options = ParamSpec("_Options")
@@ -61,7 +64,7 @@ def choices(
     host_memory: str | int | None = None,
     device_memory: str | int | None = None,
     device: EmulatedDevice | None = None,
-    disk_path: str | os.PathLike[str] | None = None,
+    disk_path: DiskPath | None = None,
     disk_capacity: str | int | None = None,
     new_run: bool = False,
     allow_tmpfs: bool = False,
@@ -97,7 +100,7 @@ def choices(
         host_memory=parse_bytes(host_memory, name="host_memory"),
         device_memory=parse_bytes(device_memory, name="device_memory"),
         device=device,
-        disk_path=local_path("disk_path", disk_path),
+        disk_paths=(disk_paths := local_paths("disk_path", disk_path)),
         disk_capacity=parse_bytes(disk_capacity, name="disk_capacity"),
         new_run=flag("new_run", new_run),
         allow_tmpfs=flag("allow_tmpfs", allow_tmpfs),
@@ -113,6 +116,7 @@ def choices(
             durability=one_of("durability", durability, ("none", "process", "power")),
             verify_digests=flag("verify_digests", verify_digests),
             emulated_bytes_per_s=0.0 if device is None else device.disk_bytes_per_s or 0.0,
+            num_disks=max(1, len(disk_paths)),
         ),
     )
     check_device_memory(options)
@@ -246,15 +250,25 @@ def check_device_memory(options: SessionOptions) -> None:
         )
 
 
-def local_path(name: str, value: str | os.PathLike[str] | None) -> Path | None:
-    """Checks a directory on this machine."""
+def local_paths(name: str, value: DiskPath | None) -> tuple[Path, ...]:
+    """Checks a directory on this machine, or one on each of several disks."""
     if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name}={value!r}; allowed: a directory on a disk of this machine, or None.")
-    if "://" in os.fspath(value):
-        raise ConfigError(f"{name}={os.fspath(value)!r} is a URL; allowed: a directory on a disk of this machine.")
-    return Path(value).expanduser()
+        return ()
+    values = [value] if isinstance(value, str | os.PathLike) else list(value) if isinstance(value, list | tuple) else []
+    if not values or not all(isinstance(one, str | os.PathLike) and os.fspath(one) for one in values):
+        raise ConfigError(f"{name}={value!r}; allowed: a directory on a disk of this machine, a list of one per disk, or None.")
+    for one in values:
+        if "://" in os.fspath(one):
+            raise ConfigError(f"{name}={os.fspath(one)!r} is a URL; allowed: a directory on a disk of this machine.")
+    if len(values) > MAX_DISKS:
+        raise ConfigError(f"{name} has {len(values)} directories; allowed: at most {MAX_DISKS}.")
+    paths = tuple(Path(one).expanduser() for one in values)
+    known: dict[str, Path] = {}
+    for path in paths:
+        other = known.setdefault(os.path.realpath(path), path)
+        if other is not path:
+            raise ConfigError(f"{name} names {str(path)!r} twice; allowed: one directory for each disk.")
+    return paths
 
 
 def sources(value: Weights | None) -> Weights | None:

@@ -6,15 +6,17 @@ The first rank looks and decides, since all of them are on one machine; the othe
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_hetero import errors
 from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.runtime.directories import existing
 from lightning_hetero.store.common_steps import CommonStep
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.earlier_runs import make_way
@@ -26,6 +28,9 @@ from lightning_hetero.untyped import Options
 
 if TYPE_CHECKING:
     from lightning_hetero.lanes.collectives import Collectives
+    from lightning_hetero.runtime.options import SessionOptions
+
+log = logging.getLogger(__name__)
 
 
 def root_of(place: Path, own: Slice) -> Path:
@@ -85,6 +90,30 @@ def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[Spr
         return None
     member = Member(set_id=found["id"], set_number=found["number"], ranks=own.ranks, rank=own.rank)
     return SpreadStep(Stores(root, locks=own.rank == 0), step, own.rank), member
+
+
+def disk_rates(options: SessionOptions) -> tuple[float, ...]:
+    """How fast each disk of a run is, relative to the others. The first rank measures, alone.
+
+    Raises:
+        ConfigError: One of them cannot be a disk tier.
+        StoreError: A transfer failed.
+    """
+    disks, engine = options.disk_paths, options.engine
+    if len(disks) < 2 or engine.emulated_bytes_per_s:
+        return ()
+
+    def measure() -> Options:
+        from lightning_hetero.profiling.disks import measure_disks
+
+        each = measure_disks(
+            tuple(map(existing, disks)), replace(engine, num_disks=1), allow_tmpfs=options.allow_tmpfs,
+            allow_rotational=options.allow_rotational,
+        )  # fmt: skip
+        log.info("blocks are dealt to %d disks by what each moves: %s.", len(disks), "; ".join(map(str, each)))
+        return {"rates": [disk.both_bytes_per_s for disk in each]}
+
+    return tuple(_of_first(options.collectives, measure)["rates"])
 
 
 def _same_root(place: Path, own: Slice, collectives: Collectives | None) -> Path:

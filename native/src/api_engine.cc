@@ -139,11 +139,13 @@ int64_t OpenUpdate(hetero_engine* engine, hetero_block* block, bool weights_resi
 
 }  // namespace
 
-hetero_engine* hetero_engine_create(const hetero_engine_options* options) {
+hetero_engine* hetero_engine_create(const hetero_engine_options* options) { return hetero_engine_create_for(options, 1); }
+
+hetero_engine* hetero_engine_create_for(const hetero_engine_options* options, int32_t num_disks) {
   std::unique_ptr<Engine> engine;
   const Status status = Guarded([&] {
     if (options == nullptr) return Fail(HETERO_EINVAL, "options is null");
-    return Engine::Create(*options, nullptr, &engine);
+    return Engine::Create(*options, nullptr, &engine, num_disks);
   });
   return Report(status) == 0 ? ToHandle(engine.release()) : nullptr;
 }

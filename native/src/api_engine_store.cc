@@ -70,12 +70,26 @@ int32_t hetero_store_names(hetero_store* handle, int32_t id) {
   return store->has_record() && store->committed().blocks[static_cast<size_t>(id)].slot >= 0 ? 1 : 0;
 }
 
+int32_t hetero_store_add_directory(hetero_store* handle, const char* directory) {
+  int32_t disk = 0;
+  const int32_t code = Report(Guarded([&] {
+    if (handle == nullptr || directory == nullptr || directory[0] == '\0')
+      return Fail(HETERO_EINVAL, "store is null, or directory null or empty");
+    return FromHandle(handle)->AddDirectory(directory, &disk);
+  }));
+  return code != 0 ? code : disk;
+}
+
 hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights) {
+  return hetero_block_open_on(store, geometry, weights, 0);
+}
+
+hetero_block* hetero_block_open_on(hetero_store* store, const hetero_block_geometry* geometry, void* weights, int32_t disk) {
   std::unique_ptr<Block> block;
   const Status status = Guarded([&] {
     if (geometry == nullptr) return Fail(HETERO_EINVAL, "geometry is null");
     HETERO_RETURN_IF_ERROR(NoCommitPending(FromHandle(store)));
-    return Block::Open(FromHandle(store), *geometry, weights, &block);
+    return Block::Open(FromHandle(store), *geometry, weights, disk, &block);
   });
   return Report(status) == 0 ? ToHandle(block.release()) : nullptr;
 }

@@ -26,12 +26,16 @@ Status CheckOptions(const hetero_engine_options& o) {
 
 }  // namespace
 
-Status Engine::Create(const hetero_engine_options& options, std::unique_ptr<IoBackend> backend, std::unique_ptr<Engine>* out) {
+Status Engine::Create(const hetero_engine_options& options, std::unique_ptr<IoBackend> backend, std::unique_ptr<Engine>* out,
+                      int32_t num_disks) {
   HETERO_RETURN_IF_ERROR(CheckOptions(options));
+  if (num_disks < 1 || num_disks > kMaxDisks)
+    return Fail(HETERO_EINVAL, "num_disks is %d; allowed: 1 to %d", num_disks, kMaxDisks);
   std::unique_ptr<Engine> engine(new Engine);
-  HETERO_RETURN_IF_ERROR(engine->staging_.Create(options.staging_bytes, options.chunk_bytes_max));
+  HETERO_RETURN_IF_ERROR(engine->staging_.Create(options.staging_bytes, options.chunk_bytes_max, num_disks));
   engine->backend_ = std::move(backend);
-  if (engine->backend_ == nullptr) HETERO_RETURN_IF_ERROR(MakeIoBackend(options, &engine->backend_));
+  if (engine->backend_ == nullptr) HETERO_RETURN_IF_ERROR(MakeIoBackend(options, &engine->backend_, num_disks));
+  engine->in_flight_.resize(static_cast<size_t>(num_disks));
   engine->queue_depth_ = options.queue_depth;
   engine->num_threads_ = options.update_threads;
   try {
@@ -85,6 +89,9 @@ Status Engine::Submit(std::unique_ptr<Task> owned, const hetero_task& order, int
                   static_cast<long long>(order.after[i]));
   }
   Task* task = owned.get();
+  if (const Block* block = task->block(); block != nullptr && block->disk() >= static_cast<int32_t>(in_flight_.size()))
+    return Fail(HETERO_EINVAL, "block %d is on disk %d; this engine serves %zu disks", block->id(), block->disk(),
+                in_flight_.size());
   if (task->staged() && task->block()->staged_bytes() > staging_.buffer_bytes())
     return Fail(HETERO_EINVAL,
                 "block %d stages chunks of %lld bytes; options.chunk_bytes_max is %lld. Create the engine with a larger one",

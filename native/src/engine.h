@@ -15,6 +15,7 @@
 // units while buffers last. An opened update leaves kPrefetchReserve buffers free, and a task that may compute takes loaded
 // buffers back from opened ones, whose chunks are then read again. So a task that may compute always gets a buffer, and a unit
 // with a buffer needs nothing more to complete: there is no deadlock with 3 buffers or any number of tasks.
+// All of this holds for each disk by itself: disks have buffers of their own, and a queue depth each.
 #ifndef HETERO_ENGINE_H_
 #define HETERO_ENGINE_H_
 
@@ -40,7 +41,8 @@ class Engine {
   static constexpr int64_t kPrefetchReserve = 2;
 
   // `backend` null: the one that the options ask for. Tests pass their own.
-  static Status Create(const hetero_engine_options& options, std::unique_ptr<IoBackend> backend, std::unique_ptr<Engine>* out);
+  static Status Create(const hetero_engine_options& options, std::unique_ptr<IoBackend> backend, std::unique_ptr<Engine>* out,
+                       int32_t num_disks = 1);
   // As Shutdown.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -96,7 +98,8 @@ class Engine {
   void Schedule();
   bool BeginUnits(Task* task);
   uint8_t* AcquireStaging(const Task& task);
-  bool TakeBack();
+  bool TakeBack(int32_t disk);
+  void ReleaseStaging(Unit* unit);
   void DropUnit(Task* task, Unit* unit);
   void Queue(Task* task, Unit* unit, Transfers transfers);
   void Loaded(Unit* unit);
@@ -104,7 +107,10 @@ class Engine {
   void UnitDone(Unit* unit);
   Unit* PickUnit();
   void SortRunning();
-  // Hands queued transfers to the back end, best first, while the queue depth allows; unlocks.
+  [[nodiscard]] bool HasRoom(int32_t disk) const { return in_flight_[static_cast<size_t>(disk)] < queue_depth_; }
+  // The best queued transfer of a disk that may have another one in flight; the end where there is none.
+  Transfers::iterator NextTransfer();
+  // Hands queued transfers to the back end, best first, while the queue depth of their disks allows; unlocks.
   void Flush(Lock* lock);
 
   std::mutex mutex_;
@@ -118,9 +124,9 @@ class Engine {
   Status first_error_;
   int64_t next_ticket_ = 1;
   int64_t next_sequence_ = 1;
-  int64_t num_open_ = 0;  // tasks not DONE
-  int32_t in_flight_ = 0;
-  int32_t queue_depth_ = 1;
+  int64_t num_open_ = 0;            // tasks not DONE
+  std::vector<int32_t> in_flight_;  // by disk
+  int32_t queue_depth_ = 1;         // of each disk
   int32_t num_threads_ = 1;
   bool unsorted_ = false;
   bool stopping_ = false;  // no submits

@@ -87,7 +87,7 @@ void Engine::Drain(Task* task) {
 void Engine::MaybeDrained(Task* task) {
   if (!task->draining || task->busy > 0 || task->phase == TaskPhase::kDone) return;
   for (const std::unique_ptr<Unit>& unit : task->units) {
-    if (unit->staging != nullptr) staging_.Release(unit->staging);
+    ReleaseStaging(unit.get());
   }
   task->units.clear();
   FinishTask(task);
@@ -100,7 +100,7 @@ void Engine::RunWorker() {
     Unit* unit = PickUnit();
     if (unit == nullptr) {
       // LateReads may have been queued while looking.
-      if (!queued_.empty() && in_flight_ < queue_depth_) {
+      if (NextTransfer() != queued_.end()) {
         Flush(&lock);
         lock.lock();
         continue;
@@ -140,7 +140,7 @@ void Engine::CompleteTransfer(std::unique_ptr<Transfer> transfer, const Status& 
   Lock lock(mutex_);
   Task* task = transfer->task;
   Unit* unit = transfer->unit;
-  --in_flight_;
+  --in_flight_[static_cast<size_t>(transfer->disk)];
   --task->busy;
   const int64_t busy_ns = transfer->finished_ns - transfer->started_ns;
   const bool read = transfer->kind == IoKind::kRead;

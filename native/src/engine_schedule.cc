@@ -30,6 +30,7 @@ void AddTransfer(Transfers* transfers, IoKind kind, const File& file, void* buff
   auto transfer = std::make_unique<Transfer>();
   transfer->kind = kind;
   transfer->fd = file.fd();
+  transfer->disk = file.disk();
   transfer->path = file.path().c_str();
   transfer->buffer = buffer;
   transfer->bytes = bytes;
@@ -81,17 +82,23 @@ bool Engine::BeginUnits(Task* task) {
 }
 
 uint8_t* Engine::AcquireStaging(const Task& task) {
-  if (!task.may_compute()) return staging_.num_free() > kPrefetchReserve ? staging_.Acquire() : nullptr;
-  if (staging_.num_free() == 0 && !TakeBack()) return nullptr;
-  return staging_.Acquire();
+  const int32_t disk = task.block()->disk();
+  if (!task.may_compute()) return staging_.num_free(disk) > kPrefetchReserve ? staging_.Acquire(disk) : nullptr;
+  if (staging_.num_free(disk) == 0 && !TakeBack(disk)) return nullptr;
+  return staging_.Acquire(disk);
 }
 
-// Drops the last chunk read ahead by the opened update that is last in order.
-bool Engine::TakeBack() {
+void Engine::ReleaseStaging(Unit* unit) {
+  if (unit->staging != nullptr) staging_.Release(unit->task->block()->disk(), unit->staging);
+}
+
+// Drops the last chunk read ahead by the opened update that is last in order among those of a disk.
+bool Engine::TakeBack(int32_t disk) {
   SortRunning();
   for (size_t i = running_.size(); i-- > 0;) {
     Task* task = running_[i];
     if (task->may_compute()) return false;
+    if (task->block()->disk() != disk) continue;
     if (task->units.empty() || task->units.back()->in_flight > 0) continue;
     DropUnit(task, task->units.back().get());
     return true;
@@ -101,7 +108,7 @@ bool Engine::TakeBack() {
 
 void Engine::DropUnit(Task* task, Unit* unit) {
   std::erase_if(queued_, [unit](const std::unique_ptr<Transfer>& t) { return t->unit == unit; });
-  if (unit->staging != nullptr) staging_.Release(unit->staging);
+  ReleaseStaging(unit);
   task->next_unit = unit->index;
   task->units.pop_back();
 }
@@ -150,7 +157,7 @@ void Engine::Computed(Unit* unit) {
 
 void Engine::UnitDone(Unit* unit) {
   Task* task = unit->task;
-  if (unit->staging != nullptr) staging_.Release(unit->staging);
+  ReleaseStaging(unit);
   ++task->units_done;
   std::erase_if(task->units, [unit](const std::unique_ptr<Unit>& u) { return u.get() == unit; });
   MaybeFinish(task);
@@ -173,13 +180,19 @@ Unit* Engine::PickUnit() {
   return nullptr;
 }
 
+Transfers::iterator Engine::NextTransfer() {
+  auto best = queued_.end();
+  for (auto it = queued_.begin(); it != queued_.end(); ++it) {
+    if (HasRoom((*it)->disk) && (best == queued_.end() || Rank(**it) < Rank(**best))) best = it;
+  }
+  return best;
+}
+
 void Engine::Flush(Lock* lock) {
   Transfers batch;
-  while (in_flight_ < queue_depth_ && !queued_.empty()) {
-    const auto best =
-        std::min_element(queued_.begin(), queued_.end(), [](const auto& a, const auto& b) { return Rank(*a) < Rank(*b); });
+  for (auto best = NextTransfer(); best != queued_.end(); best = NextTransfer()) {
     Transfer* transfer = best->get();
-    ++in_flight_;
+    ++in_flight_[static_cast<size_t>(transfer->disk)];
     ++transfer->task->busy;
     if (transfer->unit != nullptr) ++transfer->unit->in_flight;
     batch.push_back(std::move(*best));

@@ -20,19 +20,19 @@ Status Validate(const hetero_engine_options& options) {
 
 }  // namespace
 
-Status MakeIoBackend(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out) {
+Status MakeIoBackend(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out, int32_t num_disks) {
   HETERO_RETURN_IF_ERROR(Validate(options));
   switch (options.io_backend) {
     case HETERO_IO_AUTO: {
-      const Status status = IoUring::Create(options, out);
-      return status.code() == HETERO_EUNSUPPORTED ? IoPool::Create(options, out) : status;
+      const Status status = IoUring::Create(options, num_disks, out);
+      return status.code() == HETERO_EUNSUPPORTED ? IoPool::Create(options, num_disks, out) : status;
     }
     case HETERO_IO_URING:
-      return IoUring::Create(options, out);
+      return IoUring::Create(options, num_disks, out);
     case HETERO_IO_POOL:
-      return IoPool::Create(options, out);
+      return IoPool::Create(options, num_disks, out);
     case HETERO_IO_SYNTHETIC:
-      return IoSynthetic::Create(options, out);
+      return IoSynthetic::Create(options, num_disks, out);
     default:
       return Fail(HETERO_EINVAL, "io_backend is %d; allowed: 0 (auto), 1 (uring), 2 (pool), 3 (synthetic)", options.io_backend);
   }

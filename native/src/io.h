@@ -23,6 +23,7 @@ enum class IoKind : uint8_t { kRead, kWrite, kDataSync };
 struct IoRequest {
   IoKind kind = IoKind::kRead;
   int fd = -1;
+  int32_t disk = 0;       // below the back end's number of disks
   const char* path = "";  // for messages
   void* buffer = nullptr;
   int64_t bytes = 0;
@@ -45,7 +46,8 @@ class IoBackend {
 };
 
 // The back end that options.io_backend asks for. AUTO: io_uring where the kernel allows it, else the pool.
-Status MakeIoBackend(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out);
+// Queue depth, threads and rates are those of each disk; no disk waits for another.
+Status MakeIoBackend(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out, int32_t num_disks = 1);
 
 }  // namespace hetero
 

@@ -20,22 +20,31 @@ void SleepUntil(double time_ns) {
 
 }  // namespace
 
-Status IoSynthetic::Create(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out) {
+Status IoSynthetic::Create(const hetero_engine_options& options, int32_t num_disks, std::unique_ptr<IoBackend>* out) {
   const double slowest = std::min(options.synthetic_read_bytes_per_s, options.synthetic_write_bytes_per_s);
   if (!(slowest > 0)) {
     return Fail(HETERO_EINVAL, "synthetic_read_bytes_per_s is %g and synthetic_write_bytes_per_s %g; allowed: above 0",
                 options.synthetic_read_bytes_per_s, options.synthetic_write_bytes_per_s);
   }
-  std::unique_ptr<IoSynthetic> device(new IoSynthetic(options));
+  std::unique_ptr<IoSynthetic> device(new IoSynthetic(options, num_disks));
   try {
-    for (Direction* direction : {&device->reads_, &device->writes_}) {
-      direction->thread = std::thread([self = device.get(), direction] { self->Run(direction); });
+    for (std::deque<Direction>* directions : {&device->reads_, &device->writes_}) {
+      for (Direction& direction : *directions) {
+        direction.thread = std::thread([self = device.get(), &direction] { self->Run(&direction); });
+      }
     }
   } catch (const std::system_error& error) {
-    return Fail(HETERO_ENOMEM, "starting the synthetic device's two threads: %s", error.what());
+    return Fail(HETERO_ENOMEM, "starting the synthetic device's threads: %s", error.what());
   }
   *out = std::move(device);
   return Status::Ok();
+}
+
+IoSynthetic::IoSynthetic(const hetero_engine_options& options, int32_t num_disks) {
+  for (int32_t disk = 0; disk < num_disks; ++disk) {
+    reads_.emplace_back(options.synthetic_read_bytes_per_s);
+    writes_.emplace_back(options.synthetic_write_bytes_per_s);
+  }
 }
 
 IoSynthetic::~IoSynthetic() {
@@ -45,14 +54,16 @@ IoSynthetic::~IoSynthetic() {
     idle_.wait(lock, [this] { return unfinished_ == 0; });
     stopping_ = true;
   }
-  for (Direction* direction : {&reads_, &writes_}) {
-    direction->arrived.notify_one();
-    if (direction->thread.joinable()) direction->thread.join();
+  for (std::deque<Direction>* directions : {&reads_, &writes_}) {
+    for (Direction& direction : *directions) {
+      direction.arrived.notify_one();
+      if (direction.thread.joinable()) direction.thread.join();
+    }
   }
 }
 
 void IoSynthetic::Submit(IoRequest* request) {
-  Direction& direction = request->kind == IoKind::kRead ? reads_ : writes_;
+  Direction& direction = (request->kind == IoKind::kRead ? reads_ : writes_)[static_cast<size_t>(request->disk)];
   request->started_ns = MonotonicNs();
   {
     const std::lock_guard lock(mutex_);

@@ -1,13 +1,14 @@
-// A duplex device made of sleep: real transfers whose duration is bytes / rate, one clock per direction.
+// Duplex devices made of sleep: real transfers whose duration is bytes / rate, one clock per disk and direction.
 //
 // For tests and benchmarks: a machine with a half-duplex disk cannot show that reads, kernels and writes overlap.
 // Reads never wait for writes nor the other way round; within a direction transfers take their turns on a serial clock. A
 // data sync belongs to the writes: it ends after every write submitted before it.
-// Ownership, thread-safety, failure: as io.h says; one thread per direction.
+// Ownership, thread-safety, failure: as io.h says; one thread per disk and direction.
 #ifndef HETERO_IO_SYNTHETIC_H_
 #define HETERO_IO_SYNTHETIC_H_
 
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -17,7 +18,7 @@ namespace hetero {
 
 class IoSynthetic final : public IoBackend {
  public:
-  static Status Create(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out);
+  static Status Create(const hetero_engine_options& options, int32_t num_disks, std::unique_ptr<IoBackend>* out);
   ~IoSynthetic() override;
   IoSynthetic(const IoSynthetic&) = delete;
   IoSynthetic& operator=(const IoSynthetic&) = delete;
@@ -35,17 +36,16 @@ class IoSynthetic final : public IoBackend {
     std::thread thread;
   };
 
-  explicit IoSynthetic(const hetero_engine_options& options)
-      : reads_(options.synthetic_read_bytes_per_s), writes_(options.synthetic_write_bytes_per_s) {}
+  IoSynthetic(const hetero_engine_options& options, int32_t num_disks);
   void Run(Direction* direction);
   static Status Transfer(Direction* direction, IoRequest* request);
 
   std::mutex mutex_;
   std::condition_variable idle_;
-  int64_t unfinished_ = 0;  // guarded by mutex_
-  bool stopping_ = false;   // guarded by mutex_
-  Direction reads_;
-  Direction writes_;
+  int64_t unfinished_ = 0;       // guarded by mutex_
+  bool stopping_ = false;        // guarded by mutex_
+  std::deque<Direction> reads_;  // by disk
+  std::deque<Direction> writes_;
 };
 
 }  // namespace hetero

@@ -148,8 +148,8 @@ void Prepare(io_uring_sqe* sqe, const IoRequest& request) {
 
 }  // namespace
 
-Status IoUring::Create(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out) {
-  std::unique_ptr<IoUring> backend(new IoUring(options.queue_depth));
+Status IoUring::Create(const hetero_engine_options& options, int32_t num_disks, std::unique_ptr<IoBackend>* out) {
+  std::unique_ptr<IoUring> backend(new IoUring(options.queue_depth * num_disks));
   HETERO_RETURN_IF_ERROR(backend->Start());
   *out = std::move(backend);
   return Status::Ok();

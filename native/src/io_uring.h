@@ -23,7 +23,7 @@ class UringRing;
 class IoUring final : public IoBackend {
  public:
   // EUNSUPPORTED where the kernel lacks io_uring or denies it.
-  static Status Create(const hetero_engine_options& options, std::unique_ptr<IoBackend>* out);
+  static Status Create(const hetero_engine_options& options, int32_t num_disks, std::unique_ptr<IoBackend>* out);
   ~IoUring() override;
   IoUring(const IoUring&) = delete;
   IoUring& operator=(const IoUring&) = delete;

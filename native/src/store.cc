@@ -27,10 +27,11 @@ Status CheckOptions(const hetero_store_options& o) {
   return Status::Ok();
 }
 
-FileSpec SpecFor(const Store& store, std::string name, int64_t bytes) {
+FileSpec SpecFor(const Store& store, int32_t disk, std::string name, int64_t bytes) {
   FileSpec spec;
-  spec.directory_fd = store.directory().fd();
-  spec.directory = store.directory().path();
+  spec.directory_fd = store.directory(disk).fd();
+  spec.directory = store.directory(disk).path();
+  spec.disk = disk;
   spec.name = std::move(name);
   spec.bytes = bytes;
   spec.create = store.options().create != 0;
@@ -59,12 +60,23 @@ Status Store::Open(const std::string& directory, const hetero_store_options& opt
   memcpy(store->uuid_.data(), options.uuid, sizeof(options.uuid));
   store->record_bytes_ = RecordBytes(options.num_blocks, options.user_bytes);
   store->blocks_.resize(static_cast<size_t>(options.num_blocks));
-  HETERO_RETURN_IF_ERROR(OpenDirectory(directory, &store->directory_));
-  HETERO_RETURN_IF_ERROR(OpenFile(SpecFor(*store, "COMMIT", store->record_bytes_ * kRingRecords), &store->ring_));
+  int32_t first = 0;
+  HETERO_RETURN_IF_ERROR(store->AddDirectory(directory, &first));
+  HETERO_RETURN_IF_ERROR(OpenFile(SpecFor(*store, first, "COMMIT", store->record_bytes_ * kRingRecords), &store->ring_));
   // A random start: rewrites of an earlier process must not look like ours.
   if (getrandom(&store->next_write_id_, sizeof(store->next_write_id_), 0) != sizeof(store->next_write_id_))
     return FailErrno("getrandom", errno);
   *out = std::move(store);
+  return Status::Ok();
+}
+
+Status Store::AddDirectory(const std::string& directory, int32_t* disk) {
+  if (num_disks() == kMaxDisks)
+    return Fail(HETERO_EINVAL, "the store has %d directories already, which is the most", kMaxDisks);
+  File opened;
+  HETERO_RETURN_IF_ERROR(OpenDirectory(directory, &opened));
+  *disk = num_disks();
+  directories_.push_back(std::move(opened));
   return Status::Ok();
 }
 
@@ -110,7 +122,8 @@ void Store::Forget(int32_t block) {
   if (has_record()) committed_.blocks[static_cast<size_t>(block)] = CommittedBlock{};
 }
 
-Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out) {
+Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* weights, int32_t disk,
+                   std::unique_ptr<Block>* out) {
   std::unique_ptr<Block> block(new Block);
   HETERO_RETURN_IF_ERROR(Layout::Make(geometry, &block->layout_));
   HETERO_RETURN_IF_ERROR(CheckWeightMemory(geometry.id, weights));
@@ -122,9 +135,12 @@ Status Block::Open(Store* store, const hetero_block_geometry& geometry, void* we
     if (geometry.id >= store->options().num_blocks)
       return Fail(HETERO_EINVAL, "geometry.id is %d; allowed: 0 to %d (options.num_blocks)", geometry.id,
                   store->options().num_blocks - 1);
+    if (disk < 0 || disk >= store->num_disks())
+      return Fail(HETERO_EINVAL, "block %d: disk is %d; allowed: 0 to %d", geometry.id, disk, store->num_disks() - 1);
     if (store->blocks()[static_cast<size_t>(geometry.id)] != nullptr)
       return Fail(HETERO_ESTATE, "block %d of this store is open already", geometry.id);
     block->store_ = store;
+    block->disk_ = disk;
     // A recovered store has the files of blocks that its record names; those of others are new.
     const bool fresh = store->has_record() && store->committed().blocks[static_cast<size_t>(geometry.id)].slot < 0;
     HETERO_RETURN_IF_ERROR(block->OpenFiles(store->options().create != 0 || fresh));
@@ -163,7 +179,7 @@ Block::~Block() {
 
 Status Block::OpenFiles(bool create) {
   for (int32_t slot = 0; slot < layout_.geometry().num_slots; ++slot) {
-    FileSpec spec = SpecFor(*store_, SlotName(id(), slot), layout_.file_bytes());
+    FileSpec spec = SpecFor(*store_, disk_, SlotName(id(), slot), layout_.file_bytes());
     spec.may_have_links = true;
     // Of a recovered block only the committed slot counts. A checkpoint by hard links has no other; a process that died may
     // have left half of it, or the one of another block that had its number in the meantime.
@@ -172,7 +188,7 @@ Status Block::OpenFiles(bool create) {
     if (anew) unlinkat(spec.directory_fd, spec.name.c_str(), 0);
     spec.create = create || anew;
     const Status status = OpenFile(spec, &files_[slot]);
-    if (!status.ok() && create && slot == 1) unlinkat(store_->directory().fd(), SlotName(id(), 0).c_str(), 0);
+    if (!status.ok() && create && slot == 1) unlinkat(spec.directory_fd, SlotName(id(), 0).c_str(), 0);
     HETERO_RETURN_IF_ERROR(status);
   }
   return Status::Ok();
@@ -185,17 +201,17 @@ Status Block::Unlink(int32_t slot) {
   if (layout_.geometry().num_slots == 1)
     return Fail(HETERO_EINVAL, "%s has other names and would be written in place; a block with links needs two slots",
                 files_[slot].path().c_str());
-  const int directory = store_->directory().fd();
+  const int directory = store_->directory(disk_).fd();
   const std::string name = SlotName(id(), slot);
-  FileSpec spec = SpecFor(*store_, name + ".new", layout_.file_bytes());
+  FileSpec spec = SpecFor(*store_, disk_, name + ".new", layout_.file_bytes());
   spec.create = true;
   unlinkat(directory, spec.name.c_str(), 0);  // of a process that died here
   File fresh;
   HETERO_RETURN_IF_ERROR(OpenFile(spec, &fresh));
   if (renameat(directory, spec.name.c_str(), directory, name.c_str()) != 0)
     return FailErrno(fresh.path() + ": rename to " + name, errno);
-  if (spec.durable && fsync(directory) != 0) return FailErrno(store_->directory().path() + ": fsync", errno);
-  files_[slot] = File(fresh.Release(), files_[slot].path());
+  if (spec.durable && fsync(directory) != 0) return FailErrno(store_->directory(disk_).path() + ": fsync", errno);
+  files_[slot] = File(fresh.Release(), files_[slot].path(), disk_);
   return Status::Ok();
 }
 

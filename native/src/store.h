@@ -1,4 +1,5 @@
-// The store: a directory with a commit ring and, per block, one file for each slot.
+// The store: a directory with a commit ring and, per block, one file for each slot. It may have more directories, on other
+// disks; a block has its files in one of them.
 //
 // Ownership: a Store owns its files and is closed after its blocks; a Block owns its slot files and the RAM of its state, the
 // caller owns the weight memory. Thread-safety: opened, recovered and closed by one thread while no task runs; in between
@@ -37,6 +38,9 @@ class Store {
  public:
   static Status Open(const std::string& directory, const hetero_store_options& options, std::unique_ptr<Store>* out);
 
+  // Another directory for files of blocks, on another disk; its number.
+  Status AddDirectory(const std::string& directory, int32_t* disk);
+
   // Reads the newest valid record and applies it to the open blocks; blocks opened later find it too.
   Status Recover(int64_t* step, std::string* user);
 
@@ -44,7 +48,8 @@ class Store {
   Rewrite NextRewrite(int32_t block, int32_t slot, int64_t step);
 
   [[nodiscard]] const hetero_store_options& options() const { return options_; }
-  [[nodiscard]] const File& directory() const { return directory_; }
+  [[nodiscard]] const File& directory(int32_t disk) const { return directories_[static_cast<size_t>(disk)]; }
+  [[nodiscard]] int32_t num_disks() const { return static_cast<int32_t>(directories_.size()); }
   [[nodiscard]] const File& ring() const { return ring_; }
   [[nodiscard]] const Uuid& uuid() const { return uuid_; }
   [[nodiscard]] int64_t record_bytes() const { return record_bytes_; }
@@ -70,7 +75,7 @@ class Store {
 
   hetero_store_options options_{};
   Uuid uuid_{};
-  File directory_;
+  std::vector<File> directories_;  // by disk; the first has the ring
   File ring_;
   int64_t record_bytes_ = 0;
   CommitRecord committed_;  // sequence 0: none yet
@@ -88,7 +93,9 @@ struct SlotContent {
 
 class Block {
  public:
-  static Status Open(Store* store, const hetero_block_geometry& geometry, void* weights, std::unique_ptr<Block>* out);
+  // `disk`: the store's directory that has its files, or gets them.
+  static Status Open(Store* store, const hetero_block_geometry& geometry, void* weights, int32_t disk,
+                     std::unique_ptr<Block>* out);
   // Weights that are read in place; see [Note: Runs].
   static Status OpenRuns(const Layout& layout, void* weights, std::unique_ptr<Runs> runs, std::unique_ptr<Block>* out);
   ~Block();
@@ -98,6 +105,7 @@ class Block {
   [[nodiscard]] Store* store() const { return store_; }
   [[nodiscard]] const Layout& layout() const { return layout_; }
   [[nodiscard]] int32_t id() const { return layout_.geometry().id; }
+  [[nodiscard]] int32_t disk() const { return disk_; }
   [[nodiscard]] uint8_t* weights() const { return weights_; }
   // Other memory for weights that have a section in the file; no task of the block is under way.
   Status Bind(void* weights);
@@ -159,6 +167,7 @@ class Block {
   void ForSpareRuns(int64_t chunk, const Copy& copy);
 
   Store* store_ = nullptr;
+  int32_t disk_ = 0;
   Layout layout_;
   uint8_t* weights_ = nullptr;
   uint8_t* state_ = nullptr;

@@ -115,7 +115,7 @@ Status OpenFile(const FileSpec& spec, File* out) {
     if (spec.create && error == EINVAL) unlinkat(spec.directory_fd, spec.name.c_str(), 0);
     return FailOpen(spec, path, error);
   }
-  File file(fd, path);
+  File file(fd, path, spec.disk);
   Status status = Lock(file);
   if (status.ok() && spec.create) {
     if (fchmod(fd, 0600) != 0) status = FailErrno(path + ": fchmod", errno);

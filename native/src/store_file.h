@@ -19,10 +19,11 @@ namespace hetero {
 class File {
  public:
   File() = default;
-  File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
-  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+  File(int fd, std::string path, int32_t disk = 0) : fd_(fd), disk_(disk), path_(std::move(path)) {}
+  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), disk_(other.disk_), path_(std::move(other.path_)) {}
   File& operator=(File&& other) noexcept {
     std::swap(fd_, other.fd_);
+    std::swap(disk_, other.disk_);
     std::swap(path_, other.path_);
     return *this;
   }
@@ -30,15 +31,18 @@ class File {
 
   [[nodiscard]] int fd() const { return fd_; }
   [[nodiscard]] int Release() { return std::exchange(fd_, -1); }
+  [[nodiscard]] int32_t disk() const { return disk_; }  // which of its store's disks has it
   [[nodiscard]] const std::string& path() const { return path_; }
 
  private:
   int fd_ = -1;
+  int32_t disk_ = 0;
   std::string path_;
 };
 
 struct FileSpec {
   int directory_fd = -1;
+  int32_t disk = 0;
   std::string directory;  // for messages
   std::string name;
   int64_t bytes = 0;  // exact size

@@ -28,6 +28,7 @@ namespace hetero {
 constexpr int64_t kPageBytes = 4096;
 constexpr int64_t kStaggerBytes = 17 * 64;  // an odd number of cache lines
 constexpr int32_t kMaxStateArrays = 8;
+constexpr int32_t kMaxDisks = 64;
 
 constexpr int64_t RoundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 

@@ -116,14 +116,14 @@ struct TestBlock {
   [[nodiscard]] int64_t width() const { return hetero::DtypeBytes(geometry.weight_dtype); }
 
   // Reserves the memory once, fills the model with random numbers, opens the block.
-  bool Open(hetero_store* store, const hetero_block_geometry& g, std::mt19937* random) {
+  bool Open(hetero_store* store, const hetero_block_geometry& g, std::mt19937* random, int32_t disk = 0) {
     geometry = g;
     if (weights == nullptr) {
       weight_memory_bytes = hetero::RoundUp(g.num_elements * width(), 1 << 21);
       weights = static_cast<uint8_t*>(hetero_reserve(weight_memory_bytes));
       RandomModel(random);
     }
-    handle = hetero_block_open(store, &geometry, weights);
+    handle = hetero_block_open_on(store, &geometry, weights, disk);
     return handle != nullptr;
   }
 
@@ -231,9 +231,10 @@ struct Run {
     }
     return store != nullptr;
   }
-  bool StartEngine(const hetero_engine_options& options, std::unique_ptr<hetero::IoBackend> backend = nullptr) {
+  bool StartEngine(const hetero_engine_options& options, std::unique_ptr<hetero::IoBackend> backend = nullptr,
+                   int32_t num_disks = 1) {
     std::unique_ptr<hetero::Engine> made;
-    const hetero::Status status = hetero::Engine::Create(options, std::move(backend), &made);
+    const hetero::Status status = hetero::Engine::Create(options, std::move(backend), &made, num_disks);
     hetero::Report(status);
     engine = hetero::ToHandle(made.release());
     return engine != nullptr;

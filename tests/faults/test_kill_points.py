@@ -39,6 +39,7 @@ class Case:
         every: One of so many steps is kept.
         twice: The resume dies as well, while it rolls the store back, and another one follows.
         beside: On a device with memory of its own.
+        disks: Directories to which the blocks are dealt.
     """
 
     point: str
@@ -48,6 +49,7 @@ class Case:
     every: int = 1
     twice: bool = False
     beside: bool = False
+    disks: int = 1
 
     @property
     def clips(self) -> bool:
@@ -58,19 +60,31 @@ class Case:
     def name(self) -> str:
         """For people."""
         every = f"every{self.every}" if self.every > 1 else ""
-        return "-".join(filter(None, (self.plan, self.point, every, "twice" * self.twice, "device" * self.beside)))
+        return "-".join(
+            filter(
+                None,
+                (
+                    self.plan,
+                    self.point,
+                    every,
+                    "twice" * self.twice,
+                    "device" * self.beside,
+                    f"disks{self.disks}" * (self.disks > 1),
+                ),
+            )
+        )
 
 
 CASES = [
     Case("tried", 2),
     Case("kept", 2),
     Case("discarded", 2),
-    Case("redone", 2),
+    Case("redone", 2, disks=2),
     Case(COMMITTED, 3),
-    Case("kept", 2, plan="mixed"),
+    Case("kept", 2, plan="mixed", disks=3),
     Case(COMMITTED, 3, at=4, every=3),  # two later steps have written over the slots of the third
-    Case(COMMITTED, 3, at=4, every=3, plan="mixed", twice=True),
-    Case("unpinned", 4, at=3, every=2, plan="mixed"),
+    Case(COMMITTED, 3, at=4, every=3, plan="mixed", twice=True, disks=2),
+    Case("unpinned", 4, at=3, every=2, plan="mixed", disks=2),
     Case("tried", 2, plan="mixed", beside=True),
     Case("redone", 2, plan="mixed", beside=True),
 ]
@@ -126,7 +140,8 @@ def strategy_of(root: Path, case: Case) -> Any:
     plan = MIXED if case.plan == "mixed" else case.plan
     device = EmulatedDevice(memory="4MiB", seed=4) if case.beside else None
     return HeteroOffloadStrategy(
-        plan=plan, disk_path=root / "store", verify_digests=True, keep_every=case.every, device=device
+        plan=plan, disk_path=[root / "store", *(root / f"disk{i}" for i in range(1, case.disks))], verify_digests=True,
+        keep_every=case.every, device=device,
     )  # fmt: skip
 
 

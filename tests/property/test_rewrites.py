@@ -30,10 +30,11 @@ RECIPES = st.builds(Recipe, shape=few_layers(), steps=st.integers(4, 5), optimiz
     every=st.sampled_from([1, 1, 2]),
     point=st.sampled_from(["once", "twice", "changed", "epoch"]),
     at=st.integers(2, 3),
+    disks=st.sampled_from([1, 2, 3]),
 )
-@example(recipe=Recipe(shape=Shape(odd=True), steps=4), first="host", second="disk", every=1, point="twice", at=2)
+@example(recipe=Recipe(shape=Shape(odd=True), steps=4), first="host", second="disk", every=1, point="twice", at=2, disks=2)
 def test_a_batch_that_breaks_off_anywhere_is_done_again(
-    recipe: Recipe, first: Any, second: Any, every: int, point: str, at: int
+    recipe: Recipe, first: Any, second: Any, every: int, point: str, at: int, disks: int
 ) -> None:
     at = BATCHES - 1 if point == "epoch" else at
 
@@ -50,7 +51,10 @@ def test_a_batch_that_breaks_off_anywhere_is_done_again(
 
         def train(plan: Any, **options: Any) -> Outcome:
             strategy = HeteroOffloadStrategy(
-                fitting(plan, recipe), disk_path=folder / "store", verify_digests=True, keep_every=every
+                fitting(plan, recipe),
+                disk_path=[folder / "store", *(folder / str(i) for i in range(1, disks))],
+                verify_digests=True,
+                keep_every=every,
             )
             return train_twofold(folder, strategy, recipe, module_class=Breaks, **options)
 

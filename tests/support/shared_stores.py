@@ -43,6 +43,7 @@ from support import shared_model
 from support.children import around
 
 STEPS, BATCHES, PATIENCE_S = 6, 6, 120.0
+STRIPED = ("moved", "some")  # runs on two disks
 MIXED = Plan(
     name="mixed",
     blocks=(
@@ -121,7 +122,8 @@ def train(
     torch.manual_seed(5)
     model = Model()
     torch.manual_seed(11 + rank)
-    disk: dict[str, Any] = {"disk_path": out / "store"} if store else {}
+    disks = [out / "store", *([out / "more"] if out.name in STRIPED else [])]
+    disk: dict[str, Any] = {"disk_path": disks} if store else {}
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk, **options)
     trainer = shared_model.trainer(
         out, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.3 if out.name.endswith("clipped") else None,
@@ -164,7 +166,8 @@ def _be(rank: int, world: int, port: str, call: Callable[[int], None], kill: Kil
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0"}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        shared_model.WORLD, shared_model.RANK = world, rank
+        shared_model.WORLD = shared_model.SHARDS = world
+        shared_model.RANK = rank
         torch.set_num_threads(1)
         if kill is not None and kill.rank in (rank, -1):
             _arm(kill)

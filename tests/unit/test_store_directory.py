@@ -305,7 +305,7 @@ def test_another_version_is_refused(root: Path) -> None:
     _open(path, root).close()
     manifest = json.loads((path / "MANIFEST").read_text())
     (path / "MANIFEST").write_text(json.dumps(manifest | {"version": 7}))
-    _refused("version: 7 in the store, 1 or 2 or 3 now", path, root)
+    _refused("version: 7 in the store, 1 or 2 or 3 or 4 now", path, root)
 
 
 def test_equal_models_written_as_tuples_or_lists_are_the_same_store(root: Path) -> None:

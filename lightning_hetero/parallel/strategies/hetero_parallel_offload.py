@@ -243,8 +243,8 @@ class HeteroParallelOffload(_Base):
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // sharers))
-        path = None if options.disk_path is None else options.disk_path / f"rank-{rank}"
-        return replace(choices, options=replace(options, engine=engine, disk_path=path, sharers=sharers))
+        own = tuple(path / f"rank-{rank}" for path in options.disk_paths[:1])
+        return replace(choices, options=replace(options, engine=engine, disk_paths=own + options.further_disks, sharers=sharers))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Places the model by this rank's plan, with the first rank's weights."""

@@ -25,6 +25,7 @@ from lightning_hetero.errors import ConfigError, HeteroError, StoreCorruptError,
 from lightning_hetero.store.format.manifest import MANIFEST, READABLE, identity_of, lock_manifest, open_manifest, read_manifest
 from lightning_hetero.store.format.record import files_of
 from lightning_hetero.store.format.state_files import fault_of
+from lightning_hetero.store.format.stripes import holder, place_of, places_of
 from lightning_hetero.store.raw_memory import PAGE, memory_of
 from lightning_hetero.units import round_up
 
@@ -100,7 +101,7 @@ class Fault:
 
     Attributes:
         block: The block's number; -1: none.
-        file: The file in the store's directory.
+        file: The file in the store's directory, or its path if it is on another disk.
         offset: Byte in that file.
         what: What is wrong there.
     """
@@ -123,6 +124,7 @@ class StoreFiles:
 
     Attributes:
         path: The directory.
+        places: It, and its stripes on further disks.
         manifest: Its manifest.
         records: The records whose checksum is right, the newest last.
         record: The one whose step is read: the newest of them; ``None`` if there is none.
@@ -136,6 +138,7 @@ class StoreFiles:
 
     def __init__(self, path: str | os.PathLike[str], *, locks: bool = True) -> None:
         self.path = Path(path)
+        self.places: tuple[Path, ...] = (self.path,)
         self.notes: list[Fault] = []
         self.records: list[CommitRecord] = []
         self.record: CommitRecord | None = None
@@ -155,6 +158,7 @@ class StoreFiles:
                     f"{str(self.path)!r} is a store of version {self.manifest.get('version')!r}; this package reads {allowed}."
                 )
             self._uuid = identity_of(self.path, self.manifest).bytes
+            self.places = places_of(self.path, self.manifest)
             self._read_ring()
         except BaseException:
             self.close()
@@ -211,7 +215,8 @@ class StoreFiles:
         Raises:
             OSError: It cannot be opened, or is not a regular file.
         """
-        descriptor = os.open(name, _FILE, dir_fd=self._directory)
+        number = holder(self.places, name) or 0
+        descriptor = os.open(name if number == 0 else self.places[number] / name, _FILE, dir_fd=self._directory)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError("it is not a regular file")
@@ -318,13 +323,13 @@ def step_of_slot(store: StoreFiles, name: str) -> int:
         with open(store.open(name), "rb", buffering=0) as file:
             head = file.read(_STAMP.size)
     except OSError as error:
-        raise StoreError(f"{str(store.path / name)!r} cannot be read: {error.strerror or error}.") from error
+        raise StoreError(f"{str(place_of(store.places, name))!r} cannot be read: {error.strerror or error}.") from error
     return int(_STAMP.unpack(head)[3]) if len(head) == _STAMP.size else 0
 
 
 class _CorruptSlotError(StoreCorruptError):
     def __init__(self, path: Path, fault: Fault) -> None:
-        super().__init__(f"{path}/{fault}")
+        super().__init__(os.path.join(path, str(fault)))
         self.fault = fault
 
 
@@ -524,7 +529,7 @@ class SlotFile:
         return "" if crc32c(stamp[:-4] + bytes(4) + rest) == crc else "the stamp's checksum differs"
 
     def _bytes(self, offset: int, length: int) -> bytes:
-        return _read_at(self._descriptor, self._store.path / self.block.file, offset, length, f"block {self.block.id}: ")
+        return _read_at(self._descriptor, place_of(self._store.places, self.block.file), offset, length, f"block {self.block.id}: ")
 
     def _read(self, offset: int, length: int, out: torch.Tensor) -> bool:
         view, done = memory_of(out)[:length], 0
@@ -532,7 +537,7 @@ class SlotFile:
             try:
                 got = os.preadv(self._descriptor, [view[done:]], offset + done)
             except OSError as error:
-                file = self._store.path / self.block.file
+                file = place_of(self._store.places, self.block.file)
                 raise _unreadable(file, offset + done, error, f"block {self.block.id}: ") from error
             if got <= 0:
                 return False
@@ -540,7 +545,8 @@ class SlotFile:
         return True
 
     def _fault(self, offset: int, what: str) -> Fault:
-        return Fault(self.block.id, self.block.file, offset, what)
+        where = place_of(self._store.places, self.block.file)
+        return Fault(self.block.id, self.block.file if where.parent == self._store.path else str(where), offset, what)
 
     def _corrupt(self, offset: int, what: str) -> _CorruptSlotError:
         return _CorruptSlotError(self._store.path, self._fault(offset, what))

@@ -8,18 +8,17 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreError
+from lightning_hetero.errors import ConfigError, StoreError
 from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.manifest import (
     MANIFEST,
@@ -28,12 +27,14 @@ from lightning_hetero.store.format.manifest import (
     identity_of,
     layout_of,
     lock_manifest,
+    manifest_at,
     member_of,
     read_manifest,
     write_manifest,
 )
-from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, Volume, disk_error
-from lightning_hetero.units import format_bytes
+from lightning_hetero.store.format.places import FEWER_BLOCKS, DiskLimits, check_capacity, check_owner, check_volumes, make_private
+from lightning_hetero.store.format.stripes import Balance, found_stripes, holder, new_stripe, stripes_in
+from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, disk_error
 
 PREFIX = "lightning-hetero-"
 STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
@@ -50,35 +51,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 log = logging.getLogger(__name__)
 
 
-_FEWER_BLOCKS = "place fewer blocks on 'disk'"
+@dataclass(frozen=True, slots=True)
+class _Disks:
+    """The further disks of a store, and who deals blocks to all of them."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskLimits:
-    """What a store's directory must offer.
-
-    Attributes:
-        needed_bytes: Bytes that the store will write.
-        capacity_bytes: The user's ``disk_capacity``; ``None`` for none.
-        allow_tmpfs: Accept a file system in memory.
-        allow_rotational: Accept a disk with moving heads.
-        sharers: Processes that fill the disk equally.
-        whose: Who chose the directory, for errors.
-        remedy: How less can be written.
-    """
-
-    needed_bytes: int
-    capacity_bytes: int | None = None
-    allow_tmpfs: bool = False
-    allow_rotational: bool = False
-    sharers: int = 1
-    whose: str = "disk_path"
-    remedy: str = _FEWER_BLOCKS
-
-    @property
-    def each(self) -> str:
-        """Whose share the numbers are, for errors."""
-        return "" if self.sharers == 1 else f" for each of {self.sharers} ranks"
+    further: tuple[Path, ...]
+    balance: Balance
 
 
 _DEFAULT_ROOT = "without disk_path files go to the Trainer's root directory;"
@@ -90,6 +68,7 @@ class StoreDirectory:
     Attributes:
         layout: ``num_blocks`` and ``user_bytes`` of the commit ring, and the names of each part's
             parameters.
+        places: Its directories: that of the store itself, and its stripes on further disks.
         member: Its place in a set; ``None``: it is the only store of its run.
 
     Contract: one process uses it until :meth:`close`. It touches only names of its own, through a
@@ -99,23 +78,24 @@ class StoreDirectory:
 
     def __init__(
         self,
-        path: Path,
-        directory_fd: int,
+        places: Sequence[Path],
+        directories: Sequence[int],
         manifest_fd: int,
         identity: uuid.UUID,
         *,
+        balance: Balance,
         layout: dict[str, Any],
         member: Member | None,
         temporary: bool,
         made: bool,
         in_memory: bool,
     ) -> None:
-        self._path = path
+        self.places, self._balance = tuple(places), balance
         self.layout, self.member = layout, member
         self._uuid = identity
         self._temporary = temporary
         self._in_memory = in_memory
-        held = _Held(os.getpid(), path, directory_fd, manifest_fd, made)
+        held = _Held(os.getpid(), self.places, tuple(directories), manifest_fd, made)
         self._held = held
         _all_held.add(held)
         # A temporary directory goes away with its process even if nobody calls close.
@@ -133,7 +113,9 @@ class StoreDirectory:
         allow_tmpfs: bool = False,
         allow_rotational: bool = False,
         sharers: int = 1,
-        remedy: str = _FEWER_BLOCKS,
+        remedy: str = FEWER_BLOCKS,
+        further: Sequence[Path] = (),
+        balance: Balance | None = None,
         layout: dict[str, Any] | None = None,
         member: Member | None = None,
         resume: bool = False,
@@ -152,6 +134,8 @@ class StoreDirectory:
             allow_rotational: Accept a disk with moving heads.
             sharers: Processes that fill the disk equally.
             remedy: How less can be written, for errors.
+            further: Directories on further disks; see [Note: Stripes] in ``stripes.py``.
+            balance: Deals blocks to the disks; ``None``: they are equally fast.
             layout: What a resume has to know to open the files, as JSON-able data; see
                 :attr:`layout`.
             member: The place of a new store in a set.
@@ -162,6 +146,7 @@ class StoreDirectory:
             ConfigError: The path, its file system or what it holds is refused.
             OutOfDiskError: ``needed_bytes`` exceed ``capacity_bytes`` or the free space.
             StoreBusyError: A living process uses the directory.
+            StoreCorruptError: What it has on a further disk is missing.
             StoreError: A system call failed.
         """
         limits = DiskLimits(
@@ -170,15 +155,16 @@ class StoreDirectory:
         )  # fmt: skip
         geometry = json.loads(json.dumps(manifest))  # as it reads back: lists for tuples
         place = Path(default_root if path is None else path).expanduser().absolute()
-        _check_capacity(place, limits)
+        check_capacity(place, limits)
+        disks = _Disks(tuple(p.expanduser().absolute() for p in further), balance or Balance([1.0] * (1 + len(further))))
         try:
             if path is not None:
-                return cls._open_path(place, geometry, limits, layout or {}, member, temporary=False, resume=resume)
+                return cls._open_path(place, disks, geometry, limits, layout or {}, member, temporary=False, resume=resume)
             remove_leftovers(place)
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
             try:
                 made.chmod(0o700)  # whatever the umask
-                return cls._open_path(made, geometry, limits, layout or {}, None, temporary=True, resume=False)
+                return cls._open_path(made, disks, geometry, limits, layout or {}, None, temporary=True, resume=False)
             except BaseException:
                 _remove_directory(made)
                 raise
@@ -191,6 +177,7 @@ class StoreDirectory:
     def _open_path(
         cls,
         path: Path,
+        disks: _Disks,
         geometry: dict[str, Any],
         limits: DiskLimits,
         layout: dict[str, Any],
@@ -199,15 +186,13 @@ class StoreDirectory:
         temporary: bool,
         resume: bool,
     ) -> StoreDirectory:
-        made = _make_private(path)
+        made = make_private(path)
         with contextlib.ExitStack() as undo:
             if made:
                 undo.callback(_remove_directory, path)
-            directory_fd = os.open(path, _DIRECTORY)
-            undo.callback(os.close, directory_fd)
-            _check_owner(path, directory_fd)
+            directory_fd = _opened(path, undo)
             old_fd = lock_manifest(path, directory_fd)
-            identity, origin = uuid.uuid4(), None
+            identity, origin, stripes = uuid.uuid4(), None, list[Path]()
             if old_fd is None:
                 if resume:
                     raise ConfigError(f"disk_path {str(path)!r} holds no store to resume from. Start without ckpt_path.")
@@ -216,34 +201,45 @@ class StoreDirectory:
                 undo.callback(os.close, old_fd)
                 old = read_manifest(path, old_fd)
                 check_same_store(path, old, geometry)
+                stripes = list(stripes_in(path, old))
                 if resume:
                     identity, layout, origin = identity_of(path, old), layout_of(path, old), old.get("origin")
                     member = None if "set" not in old else member_of(path, old)
-                    wait_for_files(path, _own_names(directory_fd))
-            volume = _check_volume(path, directory_fd, limits)
+                    stripes = found_stripes(path, stripes, disks.further)
+            for place in disks.further:
+                if make_private(place):
+                    undo.callback(_remove_directory, place)
+            owned = [_own_bytes(directory_fd), *(_bytes_in(stripes, place) for place in disks.further)]
+            volume = check_volumes((path, *disks.further), owned, disks.balance.shares, limits)
             if old_fd is not None and not resume:
+                _remove_stripes(stripes)
                 _remove_files(directory_fd)
                 log.warning(
                     "disk_path %r: an earlier run's store is taken over, and what it held is given up. To go on with it instead, "
                     "pass its path as ckpt_path.", str(path),
                 )  # fmt: skip
+            if not resume:
+                stripes = [_made_stripe(place, undo) for place in disks.further]
+            places, directories = (path, *stripes), [directory_fd, *(_opened(stripe, undo) for stripe in stripes)]
+            for place, directory in zip(places, directories, strict=True) if resume else ():
+                wait_for_files(place, _own_names(directory))
             manifest_fd = write_manifest(
                 path, directory_fd, identity, geometry, layout=layout, temporary=temporary, replace=old_fd is not None,
-                origin=origin, member=member,
+                origin=origin, member=member, stripes=stripes,
             )  # fmt: skip
             undo.pop_all()
             if old_fd is not None:
                 os.close(old_fd)
         in_memory = volume.filesystem in MEMORY_FILESYSTEMS
         return cls(
-            path, directory_fd, manifest_fd, identity, layout=layout, member=member, temporary=temporary,
-            made=made or temporary, in_memory=in_memory,
+            places, directories, manifest_fd, identity, balance=disks.balance, layout=layout, member=member,
+            temporary=temporary, made=made or temporary, in_memory=in_memory,
         )  # fmt: skip
 
     @property
     def path(self) -> Path:
         """The absolute path."""
-        return self._path
+        return self.places[0]
 
     @property
     def uuid(self) -> bytes:
@@ -266,22 +262,35 @@ class StoreDirectory:
         Raises:
             OutOfDiskError: ``needed_bytes`` exceed ``capacity_bytes`` or the free space.
         """
-        _check_capacity(self._path, limits)
-        _check_volume(self._path, self._held.directory_fd, limits)
+        check_capacity(self.path, limits)
+        owned = [_own_bytes(directory) for directory in self._held.directories]
+        check_volumes(self.places, owned, self._balance.shares, limits)
+
+    def disk_of(self, identifier: int, num_bytes: int) -> int:
+        """Which of :attr:`places` has the files of a block, or shall get them."""
+        found = holder(self.places, f"block-{identifier:05d}.a")
+        if found is None:
+            found = holder(self.places, f"block-{identifier:05d}.b")
+        if found is None:
+            return self._balance.deal(num_bytes)
+        self._balance.count(found, num_bytes)
+        return found
 
     def remove_all_but(self, identifiers: Collection[int], states: Collection[str]) -> None:
         """Removes what a dead process left: unnamed files and unfinished manifests."""
-        for name in _own_names(self._held.directory_fd):
-            found = _BLOCK.fullmatch(name)
-            unnamed = STATE_FILE.fullmatch(name) and name not in states
-            if unnamed or name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
-                _unlink(self._held.directory_fd, name)
-        _remove_links(self._held.directory_fd)
+        for directory in self._held.directories:
+            for name in _own_names(directory):
+                found = _BLOCK.fullmatch(name)
+                unnamed = STATE_FILE.fullmatch(name) and name not in states
+                if unnamed or name.startswith(f"{MANIFEST}.") or (found and int(found[1]) not in identifiers):
+                    _unlink(directory, name)
+            _remove_links(directory)
 
-    def remove_block(self, identifier: int) -> None:
-        """Removes the closed files of one block."""
+    def remove_block(self, identifier: int, disk: int = 0, num_bytes: int = 0) -> None:
+        """Removes the closed files of one block, ``num_bytes`` on its disk."""
+        self._balance.count(disk, -num_bytes)
         for slot in "ab":
-            _unlink(self._held.directory_fd, f"block-{identifier:05d}.{slot}")
+            _unlink(self._held.directories[disk], f"block-{identifier:05d}.{slot}")
 
     def new_file(self, name: str) -> FileIO:
         """A file for writing, without a buffer.
@@ -318,24 +327,31 @@ class _Held:
     """What a directory holds open."""
 
     pid: int
-    path: Path
-    directory_fd: int
+    places: tuple[Path, ...]
+    directories: tuple[int, ...]
     manifest_fd: int
     made: bool
+
+    @property
+    def directory_fd(self) -> int:
+        """The first directory, which has everything but blocks of other disks."""
+        return self.directories[0]
 
     def give_back(self, *, remove: bool) -> None:
         if self.pid != os.getpid():  # a forked child has a copy of everything, and owns nothing
             return
         try:
             if remove:
+                _remove_stripes(self.places[1:])
                 _remove_files(self.directory_fd)
                 _unlink(self.directory_fd, MANIFEST)
                 if self.made:
-                    _remove_directory(self.path)
+                    _remove_directory(self.places[0])
         finally:
             _all_held.discard(self)
             os.close(self.manifest_fd)
-            os.close(self.directory_fd)
+            for directory in self.directories:
+                os.close(directory)
 
     def let_go(self) -> None:
         """Closes the files of the store in a forked child.
@@ -343,12 +359,13 @@ class _Held:
         Their locks would outlive the process that was forked, by as long as a dataloader's worker
         takes to notice its death: a run that is gone on from at once would find its store busy.
         """
-        root = os.readlink(f"/proc/self/fd/{self.directory_fd}") + os.sep
+        roots = tuple(os.readlink(f"/proc/self/fd/{directory}") + os.sep for directory in self.directories)
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # the listing's own
-                if os.readlink(f"/proc/self/fd/{name}").startswith(root):
+                if os.readlink(f"/proc/self/fd/{name}").startswith(roots):
                     os.close(int(name))
-        os.close(self.directory_fd)
+        for directory in self.directories:
+            os.close(directory)
 
 
 _all_held: weakref.WeakSet[_Held] = weakref.WeakSet()
@@ -373,7 +390,8 @@ def remove_store(path: Path) -> None:
     """Removes the files of a store whose lock the caller holds; other files stay."""
     directory_fd = os.open(path, _DIRECTORY)
     try:
-        _check_owner(path, directory_fd)
+        check_owner(path, directory_fd)
+        _remove_stripes(stripes_in(path, manifest_at(path)))
         _remove_files(directory_fd)
         _unlink(directory_fd, MANIFEST)
     finally:
@@ -400,13 +418,15 @@ def remove_leftovers(root: Path) -> list[Path]:
 def _remove_leftover(path: Path) -> None:
     directory_fd = os.open(path, _DIRECTORY)
     try:
-        _check_owner(path, directory_fd)
+        check_owner(path, directory_fd)
         manifest_fd = lock_manifest(path, directory_fd, waits=False)
         if manifest_fd is None:
             raise ConfigError(f"{str(path)!r} has no {MANIFEST}.")
         try:
-            if read_manifest(path, manifest_fd).get("temporary") is not True:
+            manifest = read_manifest(path, manifest_fd)
+            if manifest.get("temporary") is not True:
                 raise ConfigError(f"{str(path)!r} is not temporary.")
+            _remove_stripes(stripes_in(path, manifest))
             _remove_files(directory_fd)
             _unlink(directory_fd, MANIFEST)
             os.rmdir(path)
@@ -414,46 +434,6 @@ def _remove_leftover(path: Path) -> None:
             os.close(manifest_fd)
     finally:
         os.close(directory_fd)
-
-
-# ---- what may be used ----------------------------------------------------------------------------
-
-
-def _make_private(path: Path) -> bool:
-    """Makes the directory, and those above it, 0700; returns whether it was missing."""
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        for parent in [p for p in reversed(path.parents) if not p.exists()]:
-            with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
-                _mkdir(parent)
-        _mkdir(path)
-        return True
-    if not stat.S_ISDIR(mode):
-        got = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
-        raise ConfigError(f"disk_path {str(path)!r} is {got}; allowed: a directory, or a path where one can be made.")
-    return False
-
-
-def _mkdir(path: Path) -> None:
-    os.mkdir(path, 0o700)
-    os.chmod(path, 0o700)  # a umask may have taken our own rights too
-
-
-def _check_owner(path: Path, directory_fd: int) -> None:
-    status = os.fstat(directory_fd)
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"disk_path {str(path)!r} belongs to user {status.st_uid}; allowed: a directory of user {os.geteuid()}, who runs "
-            f"this process. Choose another disk_path."
-        )
-    if status.st_mode & 0o022:
-        raise ConfigError(
-            f"disk_path {str(path)!r} has mode {stat.S_IMODE(status.st_mode):04o}: others may write there and change weights. "
-            f"Allowed: 0700 or 0755. Run chmod 700 on it, or choose another disk_path."
-        )
-    if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-        raise ConfigError(f"disk_path {str(path)!r} cannot be written. Choose another disk_path.")
 
 
 def _check_empty(path: Path, directory_fd: int) -> None:
@@ -466,33 +446,22 @@ def _check_empty(path: Path, directory_fd: int) -> None:
         )
 
 
-def _check_capacity(path: Path, limits: DiskLimits) -> None:
-    if limits.capacity_bytes is not None and limits.needed_bytes > limits.capacity_bytes:
-        raise OutOfDiskError(
-            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, disk_capacity allows "
-            f"{format_bytes(limits.capacity_bytes)}{limits.each}. Raise disk_capacity, or {limits.remedy}."
-        )
+def _opened(path: Path, undo: contextlib.ExitStack) -> int:
+    """A directory of ours, opened until ``undo``."""
+    directory_fd = os.open(path, _DIRECTORY)
+    undo.callback(os.close, directory_fd)
+    check_owner(path, directory_fd)
+    return directory_fd
 
 
-def _check_volume(path: Path, directory_fd: int, limits: DiskLimits) -> Volume:
-    volume = Volume.of(path)
-    if volume.filesystem in MEMORY_FILESYSTEMS and not limits.allow_tmpfs:
-        raise ConfigError(
-            f"disk_path {str(path)!r} is on {volume.filesystem}, which is host memory, not a disk. Choose a disk_path on "
-            f"an SSD, or set allow_tmpfs=True."
-        )
-    if volume.rotational and not limits.allow_rotational:
-        raise ConfigError(
-            f"disk_path {str(path)!r} is on {volume.source or 'a disk'}, a rotating disk: every step would wait for its "
-            f"heads. Choose a disk_path on an SSD, or set allow_rotational=True."
-        )
-    free = volume.free_bytes // limits.sharers + _own_bytes(directory_fd)
-    if limits.needed_bytes > free:
-        raise OutOfDiskError(
-            f"{limits.whose} {str(path)!r}: the plan needs {format_bytes(limits.needed_bytes)}, {format_bytes(free)} are "
-            f"free{limits.each}. Free some, choose a disk_path on a larger disk, or {limits.remedy}."
-        )
-    return volume
+def _made_stripe(place: Path, undo: contextlib.ExitStack) -> Path:
+    """A new stripe in a directory of ``disk_path``."""
+    with contextlib.ExitStack() as looked:
+        _opened(place, looked)
+    stripe = new_stripe(place)
+    make_private(stripe)
+    undo.callback(_remove_directory, stripe)
+    return stripe
 
 
 # ---- what goes away ------------------------------------------------------------------------------
@@ -514,6 +483,16 @@ def _own_bytes(directory_fd: int) -> int:
     return 512 * sum(s.st_blocks for number, s in files.items() if s.st_nlink <= names[number])
 
 
+def _bytes_in(stripes: Iterable[Path], place: Path) -> int:
+    """Bytes of a store's stripes in a directory."""
+    found = 0
+    for stripe in stripes:
+        if stripe.parent == place and stripe.is_dir():
+            with contextlib.ExitStack() as looked:
+                found += _own_bytes(_opened(stripe, looked))
+    return found
+
+
 def _names_in(place: str, directory_fd: int) -> list[str]:
     inner = os.open(place, _DIRECTORY, dir_fd=directory_fd)
     try:
@@ -527,6 +506,12 @@ def _remove_files(directory_fd: int) -> None:
     for name in sorted(_own_names(directory_fd), key=lambda name: name == "COMMIT"):
         _unlink(directory_fd, name)
     _remove_links(directory_fd)
+
+
+def _remove_stripes(stripes: Iterable[Path]) -> None:
+    """Removes stripes of a store that is going; one whose disk is not there stays on it."""
+    for stripe in stripes:
+        shutil.rmtree(stripe, ignore_errors=True)
 
 
 def _remove_links(directory_fd: int) -> None:

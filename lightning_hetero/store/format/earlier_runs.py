@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightning_hetero.store.format.record import global_step_of
 from lightning_hetero.store.format.sets import Stores, stores_in
 from lightning_hetero.store.format.snapshots import remove_unfinished, snapshot, sync
 from lightning_hetero.store.format.stored_model import has_lost_records, last_kept
+from lightning_hetero.store.format.stripes import Balance
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +124,10 @@ def _put_aside(path: Path) -> Path:
         return target
 
 
-def bring(source: Path, target: Path) -> None:
+def bring(source: Path, target: Path, further: Sequence[Path] = (), balance: Balance | None = None) -> None:
     """Copies the last step of an unused store to ``target``, whose manifest names the origin.
+
+    With ``further`` directories it is dealt to several disks.
 
     Raises:
         ConfigError: ``source`` has no step, or ``target`` is not empty.
@@ -134,7 +138,8 @@ def bring(source: Path, target: Path) -> None:
     with StoreFiles(source) as store:
         if store.record is None:
             raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
-        snapshot(source, target, store.record.files, origin=_name_of(store, store.record))
+        origin = _name_of(store, store.record)
+        snapshot(source, target, store.record.files, origin=origin, further=further, balance=balance)
 
 
 def comes_from(path: Path, source: Path) -> bool:

@@ -18,7 +18,7 @@ import re
 import shlex
 import stat
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from lightning_hetero.store.format.holders import lock
 FORMAT = "lightning-hetero-store"
 VERSION = 2  # 1 aligned parameters to 16 elements of any size
 OF_RANKS = 3  # of stores that belong to a set: one that lacks `set` would be taken for the whole model
-READABLE = (1, VERSION, OF_RANKS)
+STRIPED = 4  # of stores with blocks on several disks, of one process or of ranks
+READABLE = (1, VERSION, OF_RANKS, STRIPED)
 MANIFEST = "MANIFEST"
 
 _SET_MAX = 1 << 20  # ranks, and sets of a run
@@ -183,9 +184,19 @@ def alignment_in(path: Path) -> int:
     Raises:
         ConfigError: It is not a store that can be resumed.
     """
+    return alignment_of(layout_of(path, manifest_at(path)))
+
+
+def manifest_at(path: Path) -> dict[str, Any]:
+    """The manifest of the store at a path, without a lock.
+
+    Raises:
+        ConfigError: It is not a manifest of ours.
+        StoreError: It cannot be read.
+    """
     manifest_fd = os.open(path / MANIFEST, _READ)
     try:
-        return alignment_of(layout_of(path, read_manifest(path, manifest_fd)))
+        return read_manifest(path, manifest_fd)
     finally:
         os.close(manifest_fd)
 
@@ -201,6 +212,7 @@ def write_manifest(
     replace: bool,
     origin: str | None = None,
     member: Member | None = None,
+    stripes: Sequence[Path] = (),
 ) -> int:
     """Writes, syncs and locks the manifest, then gives it its name.
 
@@ -214,13 +226,14 @@ def write_manifest(
         replace: The caller holds the old manifest.
         origin: Names the record of another store that this one was made from.
         member: Its place in a set.
+        stripes: Its directories on further disks.
 
     Raises:
         StoreBusyError: Another process was faster.
     """
     manifest = {
         "format": FORMAT,
-        "version": VERSION if member is None else OF_RANKS,
+        "version": STRIPED if stripes else VERSION if member is None else OF_RANKS,
         "uuid": identity.hex,
         "pid": os.getpid(),
         "temporary": temporary,
@@ -232,6 +245,8 @@ def write_manifest(
         manifest["origin"] = origin
     if member is not None:
         manifest["set"] = {"id": member.set_id, "number": member.set_number, "ranks": member.ranks, "rank": member.rank}
+    if stripes:
+        manifest["stripes"] = list(map(os.fspath, stripes))
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.audit import StoreFiles
-from lightning_hetero.store.format.manifest import MANIFEST
+from lightning_hetero.store.format.manifest import MANIFEST, manifest_at
 from lightning_hetero.store.format.snapshots import copy, link, snapshot, sync
+from lightning_hetero.store.format.stripes import holder, places_of
 from lightning_hetero.store.volume import disk_error
 
 _PIN = re.compile(r"kept-(\d{1,18})")
@@ -54,10 +55,12 @@ def pin(path: Path, number: int, names: Iterable[str]) -> None:
 
 def unpin(path: Path, *, but: Path | None = None) -> None:
     """Removes pins, and what is left of unfinished ones."""
-    for entry in path.iterdir():
-        unfinished = entry.name.startswith(".kept-") and entry.name.endswith(".partial")
-        if entry != but and (unfinished or _PIN.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
+    for place in places_of(path, manifest_at(path)):  # that of the manifest first: without it there is no pin
+        for entry in place.iterdir():
+            unfinished = entry.name.startswith(".kept-") and entry.name.endswith(".partial")
+            stays = but is not None and entry.name == but.name
+            if not stays and (unfinished or _PIN.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
 
 
 def roll_back(path: Path, source: Path) -> None:
@@ -75,11 +78,13 @@ def roll_back(path: Path, source: Path) -> None:
     with StoreFiles(source) as kept, StoreFiles(path) as store:
         if kept.uuid != store.uuid or kept.record is None:
             raise ConfigError(f"{str(source)!r} is no step of the store {str(path)!r}: it was put there. Take it away.")
-        names = kept.record.files
+        names, places, theirs = kept.record.files, store.places, kept.places
     try:
         for name in names:
-            _exchange(path / name, partial(link, source / name))
-        sync(path)
+            number = holder(theirs, name) or 0
+            _exchange(places[number] / name, partial(link, theirs[number] / name))
+        for place in places:
+            sync(place)
         _exchange(path / "COMMIT", partial(copy, source / "COMMIT"))
         sync(path)
     except OSError as error:

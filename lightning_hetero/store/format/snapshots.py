@@ -5,6 +5,10 @@ A slot is only ever rewritten whole, and the engine gives a slot whose file has 
 file before it writes it. So a linked slot stays what it was; a state file is never written over. A
 snapshot is a store of its own: it has the files that the last record names, the ring and the
 manifest. It appears complete or not at all. On another file system it is a copy.
+
+What is on several disks ([Note: Stripes] in ``stripes.py``) stays on them in a snapshot inside the
+store: the links in stripes are whole before the directory with the manifest has its name. Any other
+snapshot is in one directory, or in stripes of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError
 from lightning_hetero.store.format.audit import StoreFiles
-from lightning_hetero.store.format.manifest import MANIFEST
+from lightning_hetero.store.format.manifest import MANIFEST, STRIPED, manifest_at
+from lightning_hetero.store.format.stripes import Balance, holder, new_stripe, place_of, places_of
 from lightning_hetero.store.volume import Volume, disk_error
 from lightning_hetero.units import format_bytes
 
@@ -31,7 +36,10 @@ _NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
-def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool = False, origin: str | None = None) -> None:
+def snapshot(
+    source: Path, target: Path, names: Iterable[str], *, replace: bool = False, origin: str | None = None,
+    further: Sequence[Path] = (), balance: Balance | None = None,
+) -> None:  # fmt: skip
     """Makes a snapshot; nothing of the store is being written.
 
     Args:
@@ -43,6 +51,8 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
             the new one takes when it is whole. What a symbolic link names stays.
         origin: Names the record that it was made from; given where it is the beginning of another
             run's store, and no checkpoint.
+        further: Directories on further disks, which get a part of the blocks.
+        balance: Deals these; ``None``: the disks are equally fast.
 
     Raises:
         ConfigError: ``target`` is there, and not what may be replaced.
@@ -52,23 +62,46 @@ def snapshot(source: Path, target: Path, names: Iterable[str], *, replace: bool 
     """
     _check_target(target, replace=replace)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    theirs = manifest_at(source)
+    places, is_inside = places_of(source, theirs), target.parent == source
+    stripes = [place / target.name for place in places[1:]] if is_inside else list(map(new_stripe, further))
+    deal = _same_disk(places) if is_inside else _deal(places, balance or Balance([1.0] * (1 + len(stripes))))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)
         partial.chmod(0o700)
+        for stripe in stripes:
+            shutil.rmtree(stripe, ignore_errors=True)  # of a process that died here
+            stripe.mkdir(mode=0o700, parents=True)
+            stripe.chmod(0o700)
         for name in names:
-            link(source / name, partial / name)
+            link(place_of(places, name), (partial, *stripes)[deal(name)] / name)
+        for stripe in stripes:
+            sync(stripe)
+            sync(stripe.parent)
         copy(source / "COMMIT", partial / "COMMIT")  # it is written in place
         marks = {"snapshot": True} if origin is None else {"snapshot": False, "origin": origin}
-        manifest = json.loads((source / MANIFEST).read_bytes()) | {"temporary": False, **marks}
+        manifest = theirs | {"temporary": False, **marks}
+        if not is_inside and (stripes or len(places) > 1):
+            manifest |= {"stripes": list(map(os.fspath, stripes)), "version": STRIPED}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync(partial)
         _put(partial, target)
         sync(target.parent)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        for place in (partial, *stripes):
+            shutil.rmtree(place, ignore_errors=True)
         remedy = "Make room there if the disk is full, or choose another path."
         raise disk_error(error, f"the snapshot {str(target)!r} cannot be made: {error}. {remedy}") from error
+
+
+def _same_disk(places: Sequence[Path]) -> Callable[[str], int]:
+    return lambda name: holder(places, name) or 0
+
+
+def _deal(places: Sequence[Path], balance: Balance) -> Callable[[str], int]:
+    """Which of a snapshot's own directories gets a file. State files go to the first."""
+    return lambda name: balance.deal(place_of(places, name).stat().st_size) if name.startswith("block-") else 0
 
 
 def check_room(source: Path, target: Path, names: Collection[str], *, leaving: Iterable[Path] = ()) -> None:
@@ -88,9 +121,11 @@ def check_room(source: Path, target: Path, names: Collection[str], *, leaving: I
     """
     place = next(path for path in target.absolute().parents if path.is_dir())
     needed = (source / "COMMIT").stat().st_size + 2 * (source / MANIFEST).stat().st_size
-    if place.stat().st_dev != source.stat().st_dev:
-        needed += sum((source / name).stat().st_size for name in names)  # it is a copy
-    else:
+    places = places_of(source, manifest_at(source))
+    files = [place_of(places, name).stat() for name in names]
+    here = place.stat().st_dev
+    needed += sum(status.st_size for status in files if status.st_dev != here)  # of these there are copies
+    if source.stat().st_dev == here:
         gone = [folder / name for folder in leaving if folder.is_dir() for name in os.listdir(folder)]
         less = Counter(path.lstat().st_ino for path in gone)
         for path in source.glob("block-*"):

@@ -101,7 +101,7 @@ def has_lost_records(store: StoreFiles) -> bool:
             return False  # a run that keeps no step
     except ConfigError:
         return False
-    names = os.listdir(store.path)
+    names = [name for place in store.places for name in os.listdir(place)]
     return any(map(STATE_FILE.fullmatch, names)) or any(step_of_slot(store, name) > 1 for name in slot_files(names))
 
 

@@ -7,13 +7,12 @@ the last record.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, RunFile, Store, Ticket
+from lightning_hetero._native import Engine, InPlacePart, NativePart, PartGeometry, RunFile, Store, Ticket, file_bytes
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import StateFiles
@@ -38,6 +37,11 @@ class _Disk:
     directory: StoreDirectory
     states: StateFiles
     store: Store
+
+
+def _bytes_of(geometry: PartGeometry) -> int:
+    """Bytes of both slots."""
+    return geometry.num_slots * file_bytes(geometry)
 
 
 class BlockFiles:
@@ -101,7 +105,8 @@ class BlockFiles:
     def _open(self, directory: StoreDirectory, *, create: bool) -> _Disk:
         states = StateFiles(directory, durable=self._options.durability == "power")
         store = Store(
-            os.fspath(directory.path),
+            directory.path,
+            further=directory.places[1:],
             uuid=directory.uuid,
             create=create,
             direct_io=self._options.direct_io and not directory.in_memory,
@@ -186,7 +191,8 @@ class BlockFiles:
         """A native part over the memory at ``address``, with files if the geometry needs them."""
         self.wait_for_commit()
         store = self._disk.store if self._disk is not None and has_file(geometry) else None
-        native = NativePart(store, geometry, address)
+        disk = 0 if store is None or self._disk is None else self._disk.directory.disk_of(geometry.id, _bytes_of(geometry))
+        native = NativePart(store, geometry, address, disk=disk)
         if has_file(geometry):  # the numbers of others mean nothing
             self._ids.add(geometry.id)
             self._natives[geometry.id] = native
@@ -205,7 +211,7 @@ class BlockFiles:
         if self._disk is not None and self._natives.get(native.geometry.id) is native:
             del self._natives[native.geometry.id]
             self._closed_ids.add(native.geometry.id)
-            self._disk.directory.remove_block(native.geometry.id)
+            self._disk.directory.remove_block(native.geometry.id, native.disk, _bytes_of(native.geometry))
 
     def replace(self, native: NativePart) -> None:
         """Another native part has taken this one's place: closes it behind the next record."""

@@ -27,7 +27,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.store.format.directory import StoreDirectory
 from lightning_hetero.store.live.block_files import BlockFiles
 from lightning_hetero.store.live.blocks import Block, Part, lost
-from lightning_hetero.store.live.engine_options import EngineOptions, staging_bytes
+from lightning_hetero.store.live.engine_options import EngineOptions, least_staging_bytes, staging_bytes
 from lightning_hetero.store.live.geometry import WEIGHTS, has_master, own_versions, versions, weights_on_file
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.mirrors import writes_of
@@ -85,6 +85,7 @@ class TierStore:
         self._opened: dict[Part, Ticket] = {}  # not armed; other work on the part cancels them
         self._tried: dict[Part, bool] = {}  # speculative updates: had the part state before?
         self._patched: dict[Part, int] = {}  # parts with patches that wait, and their bytes
+        self._least_staging_bytes = least_staging_bytes(options, chunk_bytes_max)
         self.staging_bytes = staging_bytes(options, chunk_bytes_max) if directory is not None else 0
         self.files = BlockFiles(directory, options, num_blocks=num_blocks, user_bytes=user_bytes, resume=resume)
         with ExitStack() as undo:
@@ -94,10 +95,11 @@ class TierStore:
                 io_threads=options.io_threads,
                 queue_depth=options.queue_depth,
                 update_threads=options.threads(),
-                staging_bytes=max(self.staging_bytes, 3 * chunk_bytes_max),
+                staging_bytes=max(self.staging_bytes, self._least_staging_bytes),
                 chunk_bytes_max=chunk_bytes_max,
                 synthetic_read_bytes_per_s=options.emulated_bytes_per_s,
                 synthetic_write_bytes_per_s=options.emulated_bytes_per_s,
+                num_disks=options.num_disks,
             )
             undo.pop_all()
 
@@ -105,7 +107,7 @@ class TierStore:
         """Changes the size of the staging memory; no task may be running (:meth:`barrier`)."""
         self.files.wait_for_commit()
         self.staging_bytes = num_bytes
-        self.engine.resize_staging(max(num_bytes, 3 * self.chunk_bytes_max))
+        self.engine.resize_staging(max(num_bytes, self._least_staging_bytes))
 
     def stats(self) -> EngineStats:
         """Counters of the engine since the start."""

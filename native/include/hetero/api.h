@@ -121,6 +121,9 @@ typedef struct hetero_store_options {
 // O_CLOEXEC, mode 0600, takes flock(LOCK_EX|LOCK_NB) on every file's own description: EBUSY names the file.
 HETERO_API hetero_store* hetero_store_open(const char* directory, const hetero_store_options* options);
 HETERO_API int32_t hetero_store_close(hetero_store* store);
+// Another directory, on another disk, for files of blocks; rules as for the first. Returns its number: 1 for the first one that
+// is added. The ring stays in the first directory.
+HETERO_API int32_t hetero_store_add_directory(hetero_store* store, const char* directory);
 
 typedef struct hetero_block_geometry {
   int32_t id;            // 0..num_blocks-1 for disk blocks; any for RAM blocks
@@ -140,6 +143,9 @@ typedef struct hetero_block_geometry {
 // (staggered starts), zero at first. With a file section: files "block-%05d.a"/".b" of the store, preallocated (ENOSPC here,
 // not later). A block with neither section needs no store (pass null).
 HETERO_API hetero_block* hetero_block_open(hetero_store* store, const hetero_block_geometry* geometry, void* weights);
+// The same with its files in another of the store's directories; hetero_block_open means the first, 0.
+HETERO_API hetero_block* hetero_block_open_on(hetero_store* store, const hetero_block_geometry* geometry, void* weights,
+                                              int32_t disk);
 HETERO_API int32_t hetero_block_close(hetero_block* block);
 
 // [Note: Weights that are read in place]
@@ -208,6 +214,9 @@ typedef struct hetero_engine_options {
 } hetero_engine_options;
 
 HETERO_API hetero_engine* hetero_engine_create(const hetero_engine_options* options);
+// For stores with files on so many disks. Each disk has io_threads, a queue_depth and (synthetic) rates of its own, and an
+// equal part of the staging memory, which must hold >= 3 chunks: transfers of one disk never wait for those of another.
+HETERO_API hetero_engine* hetero_engine_create_for(const hetero_engine_options* options, int32_t num_disks);
 // Waits for running tasks, joins all threads. Returns the first error the engine met, or 0.
 HETERO_API int32_t hetero_engine_destroy(hetero_engine* engine);
 HETERO_API int32_t hetero_engine_io_backend(hetero_engine* engine);  // the one in use
