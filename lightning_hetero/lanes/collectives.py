@@ -277,7 +277,6 @@ class Collectives:
 
     def tell_all(self, value: _Value) -> list[_Value]:
         """Gives all ranks a small value of each that can be pickled, in the order of the ranks."""
-        self.settle()
         found: list[_Value] = [value] * self.ranks
         with self._naming("AGREE", torch.empty(0)):
             dist.all_gather_object(found, value, group=self._group)

@@ -149,6 +149,47 @@ LISTED = tuple(
 )
 """Breaks that a device would not forgive."""
 
+_COLLECTIVES, _SLICES = "lightning_hetero.lanes.collectives", "lightning_hetero.runtime.slices"
+_GRADIENTS, _HANDLERS = "lightning_hetero.runtime.slice_gradients", "lightning_hetero.runtime.handlers"
+_ON_RANKS = "lightning_hetero.runtime.residency.ranks"
+_ENGINE = "lightning_hetero.lanes.engine"
+RANKS = tuple(
+    Break(name, module, function, old, new)
+    for module, name, function, old, new in (
+        (_ENGINE, "lane net does not wait for the ops before a collective", "EngineLanes._work", "event.wait()", "pass"),
+        (_ENGINE, "the engine does not wait for a REDUCE", "EngineLanes._tickets_of", "event.wait()", "pass"),
+        (_ENGINE, "compute does not wait for a GATHER", "EngineLanes.compute_waits", "event.wait()", "pass"),
+        (_ENGINE, "draining leaves lane net out", "EngineLanes.drain", "one.wait()", "isinstance(one, EngineOp) and one.wait()"),
+        (_ENGINE, "closing lanes leaves a collective behind", "EngineLanes.close", "close_queues([net])", "pass"),
+        (_HANDLERS, "an update does not wait for the block's REDUCE", "Handlers._await_reduced", "end.wait()", "pass"),
+        (
+            _HANDLERS,
+            "an update does not wait for gradients that others were late with",
+            "Handlers._await_reduced",
+            "slices.collectives.settle()",
+            "pass",
+        ),
+        (_HANDLERS, "nobody follows lane net", "Handlers.submit", "self._on_ranks.collectives.follow(end)", "pass"),
+        (_COLLECTIVES, "compute calls a collective beside lane net", "Collectives._naming", "self.settle()", "pass"),
+        (_COLLECTIVES, "compute meets beside lane net", "Collectives.meet", "self.settle()", "pass"),
+        (_COLLECTIVES, "nothing waits for lane net", "Collectives.settle", "last.wait()", "pass"),
+        (_SLICES, "ranks meet for a GATHER before its turn", "Slices.gather", "barrier=self.is_shared", "barrier=False"),
+        (_GRADIENTS, "gradients are shown before others' are known", "SliceGradients.expose", "self._collectives.settle()", "pass"),
+        (_GRADIENTS, "a sum is read while it is made", "SliceGradients.run_of", "self._collectives.settle()", "pass"),
+        (_GRADIENTS, "a norm is made of old sums", "SliceGradients.norm_of", "self._collectives.settle()", "pass"),
+        (_ON_RANKS, "weights settle while lane net works", "RanksResidency.settle", "self._lanes.drain()", "pass"),
+        (_ON_RANKS, "slices leave while lane net works", "RanksResidency._leave", "self._lanes.drain()", "pass"),
+        (
+            _ON_RANKS,
+            "a stray batch ends while lane net works",
+            "RanksResidency.begin_batch",
+            "self._lanes.drain()",
+            "pass",
+        ),
+    )
+)
+"""Waits of lane ``net``, which no device has part in."""
+
 _WAITING = {
     "wait", "wait_event", "synchronize", "issued", "handed", "record", "passes", "_order", "_wait", "catch_up", "compute_waits",
     "_follow_allocator", "drain", "_record", "set", "join",
