@@ -23,6 +23,7 @@ def test_two_ranks_train_as_one_process_and_save_ordinary_checkpoints(tmp_path: 
         "trains_as_in_one_process",
         "is_made_in_slices",
         "takes_weights_that_code_changes",
+        "gives_slices_back",
         "saves_checkpoints",
         "goes_on_from_a_checkpoint",
     )

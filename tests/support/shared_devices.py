@@ -154,6 +154,36 @@ def on_one_gpu(_: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+class Holds(pl.Callback):
+    """Notes the most bytes of weights that all ranks together have in memory as a block computes."""
+
+    most = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        file = trainer.strategy.session.file.descriptor
+
+        def look(*_: Any) -> None:
+            self.most = max(self.most, 512 * os.fstat(file).st_blocks)
+
+        for layer in module.layers:
+            layer.register_forward_pre_hook(look)
+
+
+def gives_slices_back(out: Path) -> None:
+    """Of weights on disk the ranks have no more in memory than of the blocks under way."""
+    os.environ["LIGHTNING_HETERO_POISON"] = "0"  # else memory that was given back is written
+    most = []
+    for plan in ("host", STREAMED):
+        shared, holds = model(seed=5 + RANK), Holds()
+        trainer(out, on_device(plan), callbacks=[holds]).fit(shared, batches())
+        same(shared, reference(""))
+        most.append(holds.most)
+    os.environ["LIGHTNING_HETERO_POISON"] = "1"
+    layers = sum(p.nbytes for p in shared.layers.parameters())
+    every, few = most
+    assert every - few >= layers // 2, (most, layers)
+
+
 def is_made_in_slices(out: Path) -> None:
     """A model on the meta device gets weights block by block: those of the first rank's seed."""
     with torch.device("meta"):
