@@ -155,7 +155,7 @@ def on_one_gpu(_: Path) -> None:
 
 
 class Holds(pl.Callback):
-    """Notes the most bytes of weights that all ranks together have in memory as a block computes."""
+    """Notes the most bytes of weights that all ranks have in memory while a block computes."""
 
     most = 0
 
