@@ -22,11 +22,12 @@ from lightning_hetero.profiling import loads
 from lightning_hetero.profiling.collectives import Network, measure
 from lightning_hetero.profiling.timing import Load
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.units import format_bytes
+from lightning_hetero.units import MIB, format_bytes
 
 ENVIRONMENT = "LIGHTNING_HETERO_HARDWARE"
 _STATE_BYTES = 8
 _NETWORK_PARAMS, _HIDDEN, _TOKENS = 1 << 20, 512, 64  # of what collectives are measured beside: 32 MiB
+_COPIED_BYTES = 4 * MIB
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,14 @@ def _network(session: Session, decisions: Decisions) -> Network:
     """Measures collectives beside what else ranks do on the host."""
     executor = session.running
     executor.rest()
+    device, cpu = session.options.device, torch.device("cpu")
     with loads.Update(_NETWORK_PARAMS, session.options.engine.threads()) as update:
-        beside: list[Load] = [update]
-        if session.options.device is None:
-            cpu = torch.device("cpu")
-            beside.append(loads.Compute(cpu, dtype=torch.float32, hidden=_HIDDEN, tokens=_TOKENS, cache_bytes=0, most_bytes=0))
-        return measure(decisions, beside)
+        other: Load
+        if device is None:
+            other = loads.Compute(cpu, dtype=torch.float32, hidden=_HIDDEN, tokens=_TOKENS, cache_bytes=0, most_bytes=0)
+        else:
+            other = loads.Copy(device.device, to_device=True, num_bytes=_COPIED_BYTES)
+        return measure(decisions, {"update": update, "compute" if device is None else "copy": other})
 
 
 def emulated(host: HardwareProfile, device: EmulatedDevice, num_disks: int = 1) -> HardwareProfile:

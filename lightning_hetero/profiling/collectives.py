@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +85,13 @@ class Network:
     text: str
 
 
-def measure(decisions: Decisions, beside: Sequence[Load]) -> Network:
+def measure(decisions: Decisions, beside: Mapping[str, Load]) -> Network:
     """Measures the collectives of ranks, which all call this.
 
     Args:
         decisions: Those of the ranks.
-        beside: Loads of this rank beside which they are measured, one after the other; named as the
-            kinds of ``HardwareProfile.contention``.
+        beside: Loads of this rank beside which they are measured, one after the other, by their
+            kind in ``HardwareProfile.contention``.
     """
     collectives = Collectives(decisions.group, decisions.network, decisions.mesh)
     exchange = Exchange(decisions, collectives)
@@ -100,18 +100,17 @@ def measure(decisions: Decisions, beside: Sequence[Load]) -> Network:
         begin_s = now_s()
         collectives.agree([0.0])
         meetings.append(now_s() - begin_s)
-    alone: dict[str, list[float]] = {load.name: [] for load in (exchange, *beside)}
-    slower: dict[str, list[float]] = {
-        f"{a}|{b}": [] for load in beside for a, b in ((exchange.name, load.name), (load.name, exchange.name))
-    }
+    net, loads = exchange.name, {exchange.name: exchange, **beside}
+    alone: dict[str, list[float]] = {kind: [] for kind in loads}
+    slower: dict[str, list[float]] = {f"{a}|{b}": [] for kind in beside for a, b in ((net, kind), (kind, net))}
     for _ in range(_REPETITIONS):
-        for load in (exchange, *beside):
-            alone[load.name].append(_together(decisions, [load])[load.name])
-        for load in beside:
+        for kind, load in loads.items():
+            alone[kind].append(_together(decisions, [load])[load.name])
+        for kind, load in beside.items():
             found = _together(decisions, [exchange, load])
-            for mine, other in ((exchange, load), (load, exchange)):
-                slower[f"{mine.name}|{other.name}"].append(max(1.0, alone[mine.name][-1] / max(found[mine.name], 1.0)))
-    rate = Measured.of(alone[exchange.name])
+            for mine, other in ((net, kind), (kind, net)):
+                slower[f"{mine}|{other}"].append(max(1.0, alone[mine][-1] / max(found[loads[mine].name], 1.0)))
+    rate = Measured.of(alone[net])
     return Network(
         bytes_per_s=rate.value,
         meeting_s=statistics.median(meetings),

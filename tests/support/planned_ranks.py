@@ -87,6 +87,9 @@ def plans_alike(out: Path) -> None:
     assert (machine.ranks, machine.world_size) == (WORLD, 1)
     assert machine.collective_bytes_per_s > 0
     assert machine.meeting_s > 0
+    other = "compute" if shared_model.DEVICE is None and shared_model.ACCELERATOR == "cpu" else "copy"
+    pairs = {pair for kind in ("update", other) for pair in (f"net|{kind}", f"{kind}|net")}
+    assert {pair for pair in machine.contention if "net" in pair} == pairs, "collectives are measured beside what else ranks do"
     given = HardwareProfile.load(MACHINE)
     assert machine.cpu_update_params_per_s == given.cpu_update_params_per_s / WORLD
 
