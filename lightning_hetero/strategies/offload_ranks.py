@@ -10,6 +10,7 @@ stays the same object.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,6 +31,7 @@ from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.quantized import is_to_quantize
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.format.sets import place_of
+from lightning_hetero.store.numa import cpus_of_rank, node_cpus
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import check_kind, process_group_of
@@ -116,6 +118,8 @@ class HeteroOffloadRanks(_Base):
         engine = options.engine
         if not engine.update_threads:
             engine = replace(engine, update_threads=max(1, engine.threads() // self.num_processes))
+        own_cpus = cpus_of_rank(node_cpus(), frozenset(os.sched_getaffinity(0)), self.local_rank, self.num_processes)
+        engine = replace(engine, cpus=own_cpus)
         collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
         disks = self.run.choices.options.disk_paths
         own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks) for root in disks[:1])

@@ -27,6 +27,7 @@ class EngineOptions:
         emulated_bytes_per_s: The disk reads so much in a second, and writes as much beside that, if
             it can; 0: as fast as it is. With several disks each of them.
         num_disks: Disks that have files of a store.
+        cpus: Processors of the engine's threads; ``None``: those of the process.
     """
 
     io_backend: str = "auto"
@@ -39,6 +40,7 @@ class EngineOptions:
     verify_digests: bool = False
     emulated_bytes_per_s: float = 0.0
     num_disks: int = 1
+    cpus: frozenset[int] | None = None
 
     def threads(self) -> int:
         """Update threads, resolved."""

@@ -34,6 +34,7 @@ from lightning_hetero.store.live.mirrors import writes_of
 from lightning_hetero.store.live.moved_weights import weights_now
 from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.unrecorded import Unrecorded
+from lightning_hetero.store.numa import started_on
 from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.units import MIB
 
@@ -90,17 +91,18 @@ class TierStore:
         self.files = BlockFiles(directory, options, num_blocks=num_blocks, user_bytes=user_bytes, resume=resume)
         with ExitStack() as undo:
             undo.callback(self.files.close, remove=not resume)
-            self.engine = Engine(
-                io_backend="synthetic" if options.emulated_bytes_per_s else options.io_backend,
-                io_threads=options.io_threads,
-                queue_depth=options.queue_depth,
-                update_threads=options.threads(),
-                staging_bytes=max(self.staging_bytes, self._least_staging_bytes),
-                chunk_bytes_max=chunk_bytes_max,
-                synthetic_read_bytes_per_s=options.emulated_bytes_per_s,
-                synthetic_write_bytes_per_s=options.emulated_bytes_per_s,
-                num_disks=options.num_disks,
-            )
+            with started_on(options.cpus):
+                self.engine = Engine(
+                    io_backend="synthetic" if options.emulated_bytes_per_s else options.io_backend,
+                    io_threads=options.io_threads,
+                    queue_depth=options.queue_depth,
+                    update_threads=options.threads(),
+                    staging_bytes=max(self.staging_bytes, self._least_staging_bytes),
+                    chunk_bytes_max=chunk_bytes_max,
+                    synthetic_read_bytes_per_s=options.emulated_bytes_per_s,
+                    synthetic_write_bytes_per_s=options.emulated_bytes_per_s,
+                    num_disks=options.num_disks,
+                )
             undo.pop_all()
 
     def resize_staging(self, num_bytes: int) -> None:
