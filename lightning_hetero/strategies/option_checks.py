@@ -29,7 +29,7 @@ from lightning_hetero.store.live.engine_options import EngineOptions
 from lightning_hetero.store.partition import BlockCls
 from lightning_hetero.units import format_bytes, parse_bytes
 
-DiskPath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+DiskPath = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]  # in this order jsonargparse keeps lists
 
 _Self = TypeVar("_Self")
 _Options = ParamSpec("_Options")

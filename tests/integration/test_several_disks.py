@@ -226,3 +226,16 @@ def test_every_disk_is_measured(tmp_path: Path, alike: Callable[..., Any]) -> No
 def test_bad_lists_are_refused(value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         HeteroOffloadStrategy(disk_path=value)
+
+
+@pytest.mark.parametrize("value", ["/ssd0/run", ["/ssd0/run", "/ssd1/run"]], ids=["one", "two"])
+def test_a_config_of_lightnings_command_line_may_list_disks(value: str | list[str], tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    strategy = {"class_path": "lightning_hetero.HeteroOffloadStrategy", "init_args": {"disk_path": value}}
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"trainer": {"accelerator": "cpu", "strategy": strategy}}))
+    cli = LightningCLI(pl.LightningModule, run=False, args=["--config", str(config)], save_config_callback=None)
+    paths = cli.trainer.strategy.run.options.disk_paths
+    assert [str(path) for path in paths] == ([value] if isinstance(value, str) else value)
