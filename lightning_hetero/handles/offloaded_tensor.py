@@ -188,6 +188,16 @@ class _AbsentStorage:
     size = __len__ = nbytes
 
 
+# They read shapes and dtypes of their first argument, but no values.
+_FACTORIES = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_zeros",
+    )
+}  # fmt: skip
+
+
 def _dispatch(func: Operator, types: Sequence[type], args: Values = (), kwargs: Options | None = None) -> Value:
     """Runs one ATen operator on the contents; writes back the arguments that it mutates."""
     kwargs = kwargs or {}
@@ -197,6 +207,9 @@ def _dispatch(func: Operator, types: Sequence[type], args: Values = (), kwargs: 
             return OffloadedTensor(first.source, stride=first.stride(), device=first.device)
         if func.is_view:
             return _view(func, first, args[1:], kwargs)
+        if func.overloadpacket in _FACTORIES:
+            like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+            return func(like, *args[1:], **{**kwargs, "device": kwargs.get("device") or first.device})
         if func is torch.ops.aten.copy_.default:
             same = isinstance(args[1], OffloadedTensor) and args[1].source == first.source
             if not same:  # load_state_dict(state_dict()) moves nothing

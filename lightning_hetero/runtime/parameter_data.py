@@ -27,7 +27,6 @@ from lightning_hetero.handles.offloaded_parameter import OffloadedParameter
 from lightning_hetero.runtime.residency import Residency
 from lightning_hetero.store.live.blocks import Part
 from lightning_hetero.store.live.mirrors import readers_of
-from lightning_hetero.store.live.moved_weights import assign
 from lightning_hetero.store.raw_memory import plain_data, set_data
 from lightning_hetero.untyped import Value
 
@@ -65,12 +64,7 @@ class Watched:
 
     def assign(self, value: Tensor) -> None:
         """Sets its ``data``."""
-        if type(self.param) is OffloadedParameter:
-            set_data(self.param, value)
-        else:
-            on_device = self.residency.copies is not None
-            stays = not on_device and not self.residency.is_away(self.part.block)
-            assign(self.part, self.index, value, stays=stays, is_saved=on_device)
+        self.residency.assign(self.part, self.index, value)
 
 
 # By the parameter's id, the latest session last. Only the session holds its rows, and with them the

@@ -32,6 +32,7 @@ from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.runtime.tensor_sources import StateSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS
+from lightning_hetero.store.live.moved_weights import weights_now
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.untyped import Options
@@ -251,6 +252,8 @@ class SliceReads:
         part = place.parts[number]
         if array == WEIGHTS:
             place.settle(part)
+            if index in part.moved:
+                return part.own_piece(index, part.flat(index, weights_now(part, index), part.dtype))[1]
             if part.block.resident:
                 return part.own_weights(index)
         return place.store.read_piece(part, array, index)

@@ -224,6 +224,8 @@ class Updater:
                 find_moved(one.part)
                 if one.part.moved:
                     bring_back(one.part)
+                    if self.slices is not None:
+                        one.part.versions = versions(one.part)
             grads = self._gradients(one, clip=due.clip)
             if due.binding.rule is not Rule.NATIVE:
                 tickets += self._update_in_python(due, one, grads)

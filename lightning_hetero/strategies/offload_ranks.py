@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,13 @@ from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
 from lightning_hetero.lanes.mesh import mesh_of
 from lightning_hetero.lanes.network import network_of_environment
+from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.quantized import is_to_quantize
 from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.store.format.sets import place_of
 from lightning_hetero.store.numa import cpus_of_rank, node_cpus
+from lightning_hetero.strategies.averaging import give_weights
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import check_kind, process_group_of
@@ -85,6 +88,7 @@ class HeteroOffloadRanks(_Base):
 
     strategy_name = "hetero_offload"
     _kept: SliceReads | None = None  # after a fit
+    _averaging: Patches | None = None  # hooks of callbacks that average weights, during a fit
 
     def _configure_launcher(self) -> None:
         """Makes the launcher, unless something is asked for that several ranks do not have.
@@ -178,9 +182,6 @@ class HeteroOffloadRanks(_Base):
 
     def _check_fit(self, trainer: pl.Trainer) -> None:
         kinds = lightning_of(trainer).module("callbacks")
-        averaging = (kinds.WeightAveraging, kinds.StochasticWeightAveraging)
-        if found := next((type(one).__name__ for one in callbacks_of(trainer) if isinstance(one, averaging)), None):
-            raise self._refusal(f"callback {found}, which reads all weights at once during the fit", "Leave it out.")
         rescuers = (one for one in callbacks_of(trainer) if isinstance(one, kinds.OnExceptionCheckpoint) or _saves_late(one))
         if found := next((type(one).__name__ for one in rescuers), None):
             raise self._refusal(
@@ -201,6 +202,8 @@ class HeteroOffloadRanks(_Base):
             raise self._refusal(*refused)
         Offloading.setup(self, trainer)
         share_buffers(self.run)
+        if lightning_of(self).is_fit(trainer):
+            self._averaging = give_weights(trainer, partial(self.materialize, self.run.module))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one ends. Teardown must not rely on the engine."""
@@ -212,6 +215,9 @@ class HeteroOffloadRanks(_Base):
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""
         session = self.session
+        if self._averaging is not None:
+            self._averaging.restore()
+            self._averaging = None
         Offloading.teardown(self)
         self._kept = None if session is None else session.kept_state
         if self.cluster_environment is not None:

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.shared_model import DATA, RANK, Model, run_scenarios, same, trainer
+from support.shared_model import DATA, RANK, Model, batches, model, run_scenarios, same, trainer
 
 UNEVEN = DATA[:11]  # with two ranks and batches of four: the last batch has two, one of which is repeated
 
@@ -96,6 +98,52 @@ def has_batches_of_other_sizes(out: Path) -> None:
         trainer(out, strategy).fit(module, DataLoader(DATA[: 6 + 3 * RANK], 2 + RANK))
         runs.append(module)
     same(*runs)
+
+
+class Assigns(Model):
+    """Gives parameters other memory in each training step, the same values on all ranks."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.head.weight.data = torch.full_like(self.head.weight.data, 0.1 * (index + 1))
+        self.layers[1].up.weight.data = torch.ones_like(self.layers[1].up.weight).cumsum(0) / 70
+        return super().training_step(batch, index)
+
+
+class Writes(Model):
+    """Writes to memory that all ranks have."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+        return super().training_step(batch, index)
+
+
+def assigns_weights(out: Path) -> None:
+    """Weights that code assigns within a batch count, as in DDP; writes in place are refused."""
+    for options in ({}, {"optimizer": torch.optim.SGD, "lr": 0.1}):
+        runs = []
+        for strategy in (HeteroOffloadStrategy("host", block_cls="Layer"), "ddp_find_unused_parameters_true"):
+            module = model(cls=Assigns, **options)
+            run = trainer(out, strategy)
+            run.fit(module, batches())
+            runs.append(module)
+        same(*runs)
+    with pytest.raises(UnsupportedError, match=r"changed weights of block 'head'.* which 2 ranks have in the same memory"):
+        trainer(out).fit(model(cls=Writes), batches())
+
+
+def averages_weights(out: Path) -> None:
+    """Averages that callbacks make are DDP's, in validations and after the fit."""
+    swa = {"swa_lrs": 1e-3, "swa_epoch_start": 2, "annealing_epochs": 1}
+    for make, options in ((EMAWeightAveraging, {"decay": 0.9}), (StochasticWeightAveraging, swa)):
+        runs = []
+        for strategy in (HeteroOffloadStrategy("host", block_cls="Layer"), "ddp_find_unused_parameters_true"):
+            module = model()
+            run = trainer(out, strategy, callbacks=[make(**options)], max_epochs=3)
+            run.fit(module, batches(), batches())
+            runs.append((module, run.callback_metrics["validated"]))
+        same(runs[0][0], runs[1][0])
+        assert torch.equal(runs[0][1], runs[1][1])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import io
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,20 @@ def test_metadata_repr_detach_and_views_do_not_read() -> None:
     assert tensor.detach().source is source
     assert tensor.cpu() is tensor
     assert tensor.to("cpu", torch.float32) is tensor
+    assert source.reads == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.ones_like, torch.zeros_like, lambda t: torch.full_like(t, 2, dtype=torch.int64), lambda t: t.new_full((2,), 3.0)],
+)
+def test_tensors_that_are_made_alike_read_nothing(make: Callable[[Tensor], Tensor]) -> None:
+    content = matrix().t()
+    tensor, source = lazy(content)
+    made, wanted = make(tensor), make(content)
+    assert type(made) is Tensor
+    assert (made.stride(), made.dtype, made.device) == (wanted.stride(), wanted.dtype, wanted.device)
+    assert torch.equal(made, wanted)
     assert source.reads == 0
 
 

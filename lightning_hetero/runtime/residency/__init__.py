@@ -18,11 +18,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_hetero._native import READY, Ticket
 from lightning_hetero.errors import UnsupportedError
-from lightning_hetero.handles.offloaded_parameter import ParameterState, offload, restore
+from lightning_hetero.handles.offloaded_parameter import OffloadedParameter, ParameterState, offload, restore
 from lightning_hetero.ir.schedule import OpKind, Schedule
 from lightning_hetero.lanes import Event
 from lightning_hetero.lowering import DeviceRoom
@@ -31,10 +31,12 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceWeights
 from lightning_hetero.runtime.residency.host_weights import HostWeights
 from lightning_hetero.runtime.tensor_sources import WeightSource
+from lightning_hetero.store.live import moved_weights
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.mirrors import readers_of
 from lightning_hetero.store.live.tier_store import TierStore
+from lightning_hetero.store.raw_memory import set_data
 
 __all__ = ["HostWeights", "Parameters", "Residency"]
 
@@ -141,6 +143,16 @@ class Residency(ABC):
         self.weights.bring(*blocks, force=force)
         for part in [part for block in blocks for part in block.parts]:
             self.settle(part)
+
+    def assign(self, part: Part, index: int, value: Tensor) -> None:
+        """Code sets ``data`` of a parameter; see [Note: Moved weights]."""
+        param = part.params[index]
+        if type(param) is OffloadedParameter:
+            set_data(param, value)
+        else:
+            on_device = self.copies is not None
+            stays = not on_device and not self.is_away(part.block)
+            moved_weights.assign(part, index, value, stays=stays, is_saved=on_device)
 
     def before_update(self, block: Block) -> None:
         """Brings weights that user code has changed to where the block's update reads them."""
@@ -289,7 +301,8 @@ def changed_while_shared(block: Block) -> UnsupportedError:
     part = block.parts[0]
     return UnsupportedError(
         f"code has changed weights of block {block.name!r}, such as {part.names[0]!r}, which {part.own.ranks} ranks have in "
-        f"the same memory. Change them between batches, within `with strategy.materialize(...)`, which all ranks enter."
+        f"the same memory. Change them between batches, within `with strategy.materialize(...)`, which all ranks enter. Or assign "
+        f"new ones to `data` of trained parameters in training_step, on all ranks."
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from torch import Tensor
+
 from lightning_hetero.errors import OutOfMemoryBudgetError
+from lightning_hetero.handles.offloaded_parameter import restore
 from lightning_hetero.ir.plan import Tier
 from lightning_hetero.ir.schedule import Schedule
 from lightning_hetero.lowering import DeviceRoom
@@ -13,6 +16,7 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.residency import changed_while_shared
 from lightning_hetero.runtime.residency.host import HostResidency
 from lightning_hetero.runtime.slices import Slices
+from lightning_hetero.store.live import moved_weights
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import versions
 from lightning_hetero.store.live.shared_memory import SharedArena
@@ -28,6 +32,7 @@ class RanksResidency(HostResidency):
     def __init__(self, context: RunContext, slices: Slices) -> None:
         super().__init__(context)
         self._slices, self._lanes = slices, context.run.lanes
+        self._trains = False  # a training batch is under way
         slices.reads.attach(context.run.store, self._blocks, self.settle)
         self.weights.leaves = self._leave
 
@@ -53,6 +58,7 @@ class RanksResidency(HostResidency):
 
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Gives back what no RELEASE has, because the last batch had no schedule to its end."""
+        self._trains = training
         super().begin_batch(training=training, whole=whole)
         for block in () if whole else self._blocks:
             if self.is_away(block) and not block.uses:
@@ -139,10 +145,34 @@ class RanksResidency(HostResidency):
         super().shut(block)
         if not block.uses and self.is_released(block):
             self.parameters.hide(block)
+            restore([part.params[index] for part in block.parts for index in part.moved])
 
     def changes(self, blocks: Sequence[Block]) -> AbstractContextManager[None]:
         """Code changes weights that this rank alone sees meanwhile."""
         return self._slices.apart(blocks)
+
+    def assign(self, part: Part, index: int, value: Tensor) -> None:
+        """Only this rank computes with the value. Its slice counts when the update begins.
+
+        That follows the block's REDUCE, so no other rank computes with this memory any more.
+
+        Raises:
+            UnsupportedError: No update follows, or the place is needed before it.
+        """
+        if not _is_shared(part):
+            super().assign(part, index, value)
+            return
+        if part.block.weights_on_disk or not (self._trains and part.params[index].requires_grad):
+            raise changed_while_shared(part.block)
+        restore([part.params[index]])
+        before = versions(part)
+        moved_weights.assign(part, index, value, stays=True, is_saved=False)
+        part.versions += versions(part) - before
+
+    def end_batch(self) -> None:
+        """Callbacks of Lightning follow."""
+        super().end_batch()
+        self._trains = False
 
     def before_update(self, block: Block) -> None:
         """The rank's slice will change.
@@ -155,8 +185,13 @@ class RanksResidency(HostResidency):
 
 def _refuse_changes(block: Block) -> None:
     for part in block.parts:
-        if isinstance(part.arena, SharedArena) and part.arena.is_shared and (part.moved or part.versions != versions(part)):
+        if _is_shared(part) and part.versions != versions(part):
             raise changed_while_shared(block)
+
+
+def _is_shared(part: Part) -> bool:
+    """Whether other ranks see what this one writes to the part's memory."""
+    return isinstance(part.arena, SharedArena) and part.arena.is_shared
 
 
 def _is_whole(block: Block) -> bool:

@@ -4,9 +4,9 @@
 In PyTorch ``param.data = tensor`` gives the parameter other memory, and the old memory keeps the
 old values. A part's weights have one place. So the parameter keeps the user's tensor until
 something else reads that place: an update, a write to the disk, or the end of the block's use where
-its weights then leave the memory. Only then the values are copied there (:func:`bring_back`). Code
-may also set the old memory again, for example if it quantizes weights for one forward. Then nothing
-has changed.
+its weights then leave the memory. Only then the values are copied there (:func:`bring_back`). Of
+ranks that share the place, each copies its slice, as its update begins. Code may also set the old
+memory again, for example if it quantizes weights for one forward. Then nothing has changed.
 
 Where weights leave their memory between forward and backward, autograd cannot get the old values
 that it has saved there. So if something still holds that memory, such an assignment also counts as
@@ -79,13 +79,21 @@ def bring_back(part: Part) -> None:
                 )
             if not _are_equal(param, own):
                 _warn_if_shared(param, name)
-                own.copy_(param)
+                _take(part, index, own, param)
                 part.num_moves += 1
                 part.rewritten = True
                 is_seen = moved.counts or param._version != moved.version
                 if not is_seen and _holders(own) > 1:
                     torch.autograd.graph.increment_version([param])
             stay_put(part, index)
+
+
+def _take(part: Part, index: int, own: Tensor, value: Tensor) -> None:
+    """Writes new weights to their memory; of several ranks that have it, each writes its slice."""
+    if part.own.ranks > 1 and own.data_ptr() == part.fixed_address(index):
+        part.own_weights(index).copy_(part.own_piece(index, part.flat(index, value, part.dtype))[1])
+    else:
+        own.copy_(value)
 
 
 def bring_back_all(block: Block) -> None:
