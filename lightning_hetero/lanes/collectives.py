@@ -189,10 +189,11 @@ class Collectives:
             self._met.append([any(one[2 + flag] for one in row) for flag in range(_FLAGS)])
         if not self._met:
             each = ", ".join(f"rank {rank}: {self._named(numbers)}" for rank, numbers in enumerate(told))
-            raise HeteroError(
+            self._failed = (  # they would not meet again
                 f"the ranks have come to different places of a step ({each}). All of them have to use the same blocks in the same "
                 f"order: in each batch, in validation, and in code that reads weights. All of them call save_checkpoint."
             )
+            raise HeteroError(self._failed)
 
     # ---- what they exchange ----------------------------------------------------------------------
 

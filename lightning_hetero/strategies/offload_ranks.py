@@ -11,6 +11,7 @@ stays the same object.
 from __future__ import annotations
 
 import os
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hetero.errors import ConfigError, UnsupportedError
+from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
@@ -38,12 +39,12 @@ from lightning_hetero.strategies.averaging import give_weights
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
 from lightning_hetero.strategies.devices import check_kind, process_group_of
-from lightning_hetero.strategies.namespaces import Lightning, callbacks_of, lightning_of
+from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
 from lightning_hetero.strategies.resume import State, is_store
-from lightning_hetero.untyped import Function
+from lightning_hetero.untyped import Function, Value
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     class _Base(Offloading, DDPStrategy): ...
 else:
     _Base = Offloading
+
+log = logging.getLogger(__name__)
 
 _PRECISIONS = ("64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -102,8 +105,6 @@ class HeteroOffloadRanks(_Base):
 
     def setup_environment(self) -> None:
         """Connects the ranks."""
-        if lightning_of(self).is_fit(self.run.module.trainer):
-            self._check_fit(self.run.module.trainer)
         super(Offloading, self).setup_environment()
         self._check_places()
         if self.is_global_zero:
@@ -180,15 +181,6 @@ class HeteroOffloadRanks(_Base):
         if (precision := str(self.precision_plugin.precision)) not in _PRECISIONS:
             raise self._refusal(f"precision={precision!r}", f"Allowed: {', '.join(map(repr, _PRECISIONS))}.")
 
-    def _check_fit(self, trainer: pl.Trainer) -> None:
-        kinds = lightning_of(trainer).module("callbacks")
-        rescuers = (one for one in callbacks_of(trainer) if isinstance(one, kinds.OnExceptionCheckpoint) or _saves_late(one))
-        if found := next((type(one).__name__ for one in rescuers), None):
-            raise self._refusal(
-                f"callback {found}, which saves after an error, when other ranks may have ended,",
-                "Save during the fit: ModelCheckpoint(every_n_train_steps=...).",
-            )
-
     def _refusal(self, what: str, remedy: str) -> UnsupportedError:
         return UnsupportedError(
             f"{what} does not work with devices={self.num_processes} yet, where several devices hold one model together. "
@@ -226,15 +218,31 @@ class HeteroOffloadRanks(_Base):
     def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
         """Writes an ordinary checkpoint, on the first rank; all ranks call it.
 
-        Raises:
-            UnsupportedError: An error has ended the fit.
+        After an error, which callbacks may save after, there is none unless all ranks have had an
+        error at the same place of a step: the log says so, and the error goes on.
         """
-        trainer = self.run.module.trainer
-        if trainer.interrupted:
-            raise self._refusal("a checkpoint after an error, when other ranks may have ended", "Go on from the one before.")
         reads = self._reads()
-        with nullcontext() if reads is None else reads.by_first():
-            Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
+        try:
+            with nullcontext() if reads is None else reads.by_first():
+                Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
+        except HeteroError as error:
+            if not (self.run.module.trainer.interrupted and self._have_parted):
+                raise
+            log.error(  # callbacks save as another error is being handled, which is raised
+                "The checkpoint %r was not saved after the error: each rank has slices of the model, and not all have ended at the "
+                "same place of a step. Go on from an earlier one. %s", str(filepath), error,
+            )  # fmt: skip
+
+    @property
+    def _have_parted(self) -> bool:
+        """Whether the ranks cannot meet any more."""
+        collectives = self.run.options.collectives
+        return collectives is not None and collectives.has_failed
+
+    def barrier(self, *args: Value, **kwargs: Value) -> None:
+        """Waits for the other ranks, unless one of them is elsewhere or has died."""
+        if not self._have_parted:
+            super(Offloading, self).barrier(*args, **kwargs)
 
     def _reads(self) -> SliceReads | None:
         session = self.session
@@ -284,10 +292,6 @@ def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
     begin(parallel_devices=list(devices), cluster_environment=environment, **kept)
     strategy.run = run
     run.join(_Ranks(run))
-
-
-def _saves_late(callback: pl.Callback) -> bool:
-    return bool(vars(callback).get("save_on_exception"))
 
 
 def share_buffers(run: OffloadRun) -> None:

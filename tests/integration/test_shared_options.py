@@ -30,7 +30,14 @@ def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) ->
 
 
 def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
-    run(tmp_path, "has_lightnings_manners", "has_batches_of_other_sizes", "assigns_weights", "averages_weights", script=MANNERS)
+    scenarios = (
+        "has_lightnings_manners",
+        "has_batches_of_other_sizes",
+        "assigns_weights",
+        "averages_weights",
+        "saves_after_errors",
+    )
+    run(tmp_path, *scenarios, script=MANNERS)
 
 
 def run(folder: Path, *scenarios: str, world: int = 2, script: Path = SCRIPT) -> None:

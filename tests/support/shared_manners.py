@@ -11,14 +11,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+)
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.shared_model import DATA, RANK, Model, batches, model, run_scenarios, same, trainer
+from support.shared_model import DATA, RANK, Model, batches, model, reference, run_scenarios, same, trainer
 
 UNEVEN = DATA[:11]  # with two ranks and batches of four: the last batch has two, one of which is repeated
 
@@ -144,6 +150,34 @@ def averages_weights(out: Path) -> None:
             runs.append((module, run.callback_metrics["validated"]))
         same(runs[0][0], runs[1][0])
         assert torch.equal(runs[0][1], runs[1][1])
+
+
+class Fails(Model):
+    """Fails in its third batch, on the ranks that it is told."""
+
+    ranks: tuple[int, ...] = ()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 2 and RANK in self.ranks:
+            raise ValueError("a batch that cannot be used")
+        return super().training_step(batch, index)
+
+
+def saves_after_errors(out: Path) -> None:
+    """Callbacks save after an error of all ranks; not after that of one, which all hear of."""
+    for place, ranks, kind in ((out / "all", (0, 1), ValueError), (out / "one", (1,), ValueError if RANK else HeteroError)):
+        module = model(cls=Fails)
+        module.ranks = ranks
+        callbacks = [OnExceptionCheckpoint(place), ModelCheckpoint(place, "late", save_on_exception=True)]
+        with pytest.raises(kind, match="that cannot be used" if kind is ValueError else "different places of a step"):
+            trainer(out, callbacks=callbacks, enable_checkpointing=True).fit(module, batches())
+        if len(ranks) == 2:
+            wanted = reference("", number=2).state_dict()
+            for name in ("on_exception", "late"):
+                saved = torch.load(place / f"{name}.ckpt")
+                assert saved["global_step"] == 2
+                assert all(torch.equal(saved["state_dict"][key], value) for key, value in wanted.items() if key != "offset"), name
+    assert not (out / "one").exists() or not list((out / "one").iterdir())
 
 
 if __name__ == "__main__":
