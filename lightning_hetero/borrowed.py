@@ -69,6 +69,10 @@ REPLACED = (
     Borrowed("lightning:LightningModule.on_train_epoch_start", "The epoch's iterator exists when it has run."),
     Borrowed("lightning:LightningModule.log", "A batch that begins again logs once."),
     Borrowed(
+        "lightning:callbacks.Callback.on_train_batch_end",
+        "With the other hooks of callbacks that average weights, where ranks share a model: weights are whole inside.",
+    ),
+    Borrowed(
         "lightning:strategies.Strategy.checkpoint_io",
         "LocalFirst learns which strategy gets it, and makes that save on all ranks.",
     ),
