@@ -10,8 +10,8 @@ stays the same object.
 
 from __future__ import annotations
 
-import os
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
