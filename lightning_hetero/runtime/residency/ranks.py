@@ -154,16 +154,13 @@ class RanksResidency(HostResidency):
     def assign(self, part: Part, index: int, value: Tensor) -> None:
         """Only this rank computes with the value. Its slice counts when the update begins.
 
-        That follows the block's REDUCE, so no other rank computes with this memory any more.
-
-        Raises:
-            UnsupportedError: No update follows, or the place is needed before it.
+        That follows the block's REDUCE, so no other rank computes with this memory any more. Where
+        no update follows, or the place is needed before it, the block's next use is refused.
         """
-        if not _is_shared(part):
+        follows = self._trains and part.params[index].requires_grad and not part.block.weights_on_disk
+        if not (_is_shared(part) and follows):
             super().assign(part, index, value)
             return
-        if part.block.weights_on_disk or not (self._trains and part.params[index].requires_grad):
-            raise changed_while_shared(part.block)
         restore([part.params[index]])
         before = versions(part)
         moved_weights.assign(part, index, value, stays=True, is_saved=False)
