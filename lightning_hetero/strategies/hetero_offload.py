@@ -20,6 +20,7 @@ from lightning_hetero.strategies.devices import chosen
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
+from lightning_hetero.strategies.option_checks import DiskPath
 from lightning_hetero.strategies.precision import compute_on
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class HeteroOffload(_Base):
         host_memory: str | int | None = None,
         device_memory: str | int | None = None,
         device: EmulatedDevice | None = None,
-        disk_path: checked.DiskPath | None = None,
+        disk_path: DiskPath | None = None,
         disk_capacity: str | int | None = None,
         new_run: bool = False,
         allow_tmpfs: bool = False,
