@@ -1,12 +1,15 @@
 """Kills one of the ranks that share a model at random moments, and resumes all of them.
 
-    python benchmarks/kill_ranks.py --dir DIR [--ranks 2 3 4] [--kills 200] [--steps 300] [--seed 0]
+    python benchmarks/kill_ranks.py --dir DIR [--ranks 2 3 4] [--kills 200] [--restarts 10]
+        [--steps 300] [--seed 0]
 
 The model and its training are those of ``kill.py``. Two, three or four ranks train it together,
 with a store each. One of them dies with SIGKILL: at a random moment after its first step or while
-it starts, before or after a random one of its collectives, or a few milliseconds after it has
-handed a commit to the engine. The others have to end by themselves, but for ranks that have just
-started: those may not have met yet, and die as well. Then as many ranks go on from the stores.
+it starts, before or after a random call of ``POINTS`` (meetings, ops of the lane of collectives,
+writes of slots and records), or a few milliseconds after it has handed a commit to the engine. The
+others have to end by themselves, but for ranks that have just started: those may not have met yet,
+and die as well. Then as many ranks go on from the stores. At last ``kill_restarts.py`` does so
+under torchrun, which starts the ranks again, also as another number.
 
 * ``lost_steps``: steps that all ranks had reported as committed, and that the next ranks did not
   find.
@@ -18,6 +21,9 @@ started: those may not have met yet, and die as well. Then as many ranks go on f
 * ``hangs``: ranks that had not ended after a minute.
 
 ``longest_end_s`` is how long the others lived at most, and ``kills_at`` where ranks were killed.
+``not_reached`` counts ranks that had ended before they came to the call at which they were to die.
+A point at which nobody died, however often it was tried, is a failure: ``never_reached``.
+``restarts`` has the same counts of torchrun.
 Ranks are forked: importing torch takes longer than training. Prints one JSON line last.
 """
 
@@ -34,11 +40,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kill_restarts
 import torch
 from kill import (
     COMMITTED,
@@ -57,9 +66,12 @@ from kill import (
 from rank_groups import join_as
 from scratch import free_port, scratch
 
+from lightning_hetero._native import DONE as WRITTEN
+from lightning_hetero._native import Engine
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.runtime.common_records import CommonRecords
 from lightning_hetero.store.live.block_files import BlockFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -72,9 +84,22 @@ SOME = Plan(
     ),
 )
 PLANS: tuple[Any, ...] = (SOME, "disk", "host")
+DIES = b"K"  # a rank that kills itself; the number: whether a commit was being written
 BOUND_S = 60.0  # within which the others have to end
 FAILURES = ("lost_steps", "wrong_resumes", "unreadable_stores", "unclear_errors", "hangs")
-COLLECTIVES = ("meet", "gather", "reduce", "agree")
+TRIES = 5  # of a point, after which somebody should have died there
+POINTS: dict[str, tuple[Any, str, str]] = {  # a function, and the kind of op if it is called for several
+    "meeting": (Collectives, "_meet", ""),
+    "between collectives": (Collectives, "on_lane", ""),
+    "gather": (Collectives, "met", "GATHER"),
+    "reduce": (Collectives, "met", "REDUCE"),
+    "agree": (Collectives, "met", "AGREE"),
+    "exchange of gradients": (Collectives, "reduce", ""),
+    "exchange of commits": (CommonRecords, "_exchange", ""),
+    "slot": (Engine, "arm_update", ""),
+    "record": (BlockFiles, "wait_for_record", ""),
+}
+CALLS = 150  # of a function, at most, before somebody dies
 SAYS_WHY = ("another rank has died", "Connection closed by peer", "Connection reset by peer")
 Rows = list[tuple[bytes, int, float]]
 
@@ -102,42 +127,54 @@ class Death:
     def draw(cls, draw: random.Random, ranks: int) -> Death:
         """A random one."""
         rank, kind = draw.randrange(ranks), draw.random()
-        if kind < 0.4:
+        if kind < 0.3:
             return cls(rank=rank, at="training", seconds=draw.uniform(0, draw.choice((0.2, 0.5, 1.2))))
-        if kind < 0.5:
+        if kind < 0.4:
             return cls(rank=rank, at="start", seconds=draw.uniform(0, 1.5))
         if kind < 0.8:
-            return cls(rank=rank, at=draw.choice(COLLECTIVES), call=draw.randrange(250), ended=draw.random() < 0.5)
+            return cls(rank=rank, at=draw.choice(list(POINTS)), call=draw.randrange(CALLS), ended=draw.random() < 0.5)
         return cls(rank=rank, at="commit", call=draw.randrange(30), ended=True, seconds=draw.uniform(0, 0.005))
 
-    def arm(self) -> None:
-        """In the rank: dies at the call."""
-        if self.at in ("start", "training"):
+    @property
+    def at_call(self) -> bool:
+        """Whether the rank kills itself."""
+        return self.at not in ("start", "training")
+
+    def arm(self, write: Callable[[bytes, int, float], None]) -> None:
+        """In the rank: dies at the call, and writes just before whether a commit is written."""
+        if not self.at_call:
             return
-        owner: Any = BlockFiles if self.at == "commit" else Collectives
-        original, left = getattr(owner, self.at), iter(range(self.call, -1, -1))
+        owner, name, op = (BlockFiles, "commit", "") if self.at == "commit" else POINTS[self.at]
+        original, left, commits = getattr(owner, name), iter(range(self.call, -1, -1)), [None]
 
         def die() -> None:
+            write(DIES, int(commits[0] is not None and commits[0].poll() < WRITTEN), 0.0)
             os.kill(os.getpid(), signal.SIGKILL)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            now = next(left, -1) == 0
+            counts = not op or arguments[1].what == op
+            now = counts and next(left, -1) == 0
             if now and not self.ended:
                 die()
             result = original(*arguments, **options)
-            if now:
+            if now and self.seconds:
+                commits[0] = result
                 threading.Timer(self.seconds, die).start()
+            elif now:
+                die()
             return result
 
-        setattr(owner, self.at, call)
+        setattr(owner, name, call)
+
+
+def write_row(out: int, kind: bytes, step: int, value: float) -> None:
+    """Tells the parent something."""
+    os.write(out, ROW.pack(kind, step, value))
 
 
 def child(root: Path, steps: int, plan: Any, store: Path | None, fresh: bool, rank: int, ranks: int, port: int, out: int) -> None:
     """A rank: trains until it is killed; the parent reads what it writes to ``out``."""
-
-    def write(kind: bytes, step: int, value: float) -> None:
-        os.write(out, ROW.pack(kind, step, value))
-
+    write = partial(write_row, out)
     join_as(rank, ranks, port)
     strategy = HeteroOffloadStrategy(plan, disk_path=store, verify_digests=store is not None)
     callbacks = [] if store is None else [Reports(write)]
@@ -206,7 +243,7 @@ def start(root: Path, steps: int, plan: Any, store: Path | None, fresh: bool, ra
 
         def run(out: int, rank: int = rank) -> None:
             if death is not None and death.rank == rank:
-                death.arm()
+                death.arm(partial(write_row, out))
             child(root, steps, plan, store, fresh, rank, ranks, port, out)
 
         log = root / f"log-{rank}"
@@ -242,7 +279,8 @@ class Harness:
             "hangs",
         )
         self.counts = dict.fromkeys(names, 0)
-        self.kills_at, self.plans, self.ended_lost = Counter[str](), Counter[str](), Counter[int]()
+        self.kills_at, self.not_reached = Counter[str](), Counter[str]()
+        self.plans, self.ended_lost = Counter[str](), Counter[int]()
         self.longest_end_s, self.failure = 0.0, ""
         self.losses = {number: self._reference(number) for number in numbers}
         self._anew()
@@ -272,12 +310,12 @@ class Harness:
         late = await_end(started, BOUND_S)
         if victim.was_killed:
             self.longest_end_s = max(self.longest_end_s, time.monotonic() - began_s)
-            self.kills_at[death.at] += 1
         self.counts["hangs"] += late
         self.counts["runs"] += 1
         self.counts["kills"] += victim.was_killed
         self.plans[f"{plan if isinstance(plan, str) else plan.name}, {self.ranks} ranks"] += 1
         rows = [rows_until_end(rank.reader) for rank in started]
+        (self.kills_at if victim.was_killed else self.not_reached)[place_of(death, rows[death.rank])] += 1
         if late:
             self.failure = self._logs(started, f"{death}: {late} ranks have not ended")
         elif not victim.was_killed and any(rank.failed for rank in started):
@@ -341,6 +379,13 @@ class Harness:
         self.ended = step
 
 
+def place_of(death: Death, rows: Rows) -> str:
+    """Where a rank has died, for people."""
+    if death.at == "commit":
+        return "in a commit" if any(row[:2] == (DIES, 1) for row in rows) else "after a commit"
+    return f"{death.at}, {'after' if death.ended else 'before'}" if death.at_call else death.at
+
+
 def _last(rows: Rows, kind: bytes) -> int:
     return max([0, *(step for what, step, _ in rows if what == kind)])
 
@@ -350,8 +395,9 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True, help="where the stores go")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--restarts", type=int, default=10, help="kills under torchrun")
     parser.add_argument("--steps", type=int, default=300, help="of one training run")
-    parser.add_argument("--seconds", type=float, default=2400, help="after which no rank is started any more")
+    parser.add_argument("--seconds", type=float, default=2000, help="after which no rank is started any more")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     begin = time.monotonic()
@@ -359,13 +405,17 @@ def main() -> None:
         harness = Harness(root, arguments.ranks, arguments.steps, arguments.seed)
         while harness.counts["kills"] < arguments.kills and not harness.failure and time.monotonic() - begin < arguments.seconds:
             harness.run()
-        if harness.failure:
-            print(harness.failure)
-    more = {"plans": dict(harness.plans), "kills_at": dict(harness.kills_at), "longest_end_s": round(harness.longest_end_s, 2)}
+        restarts = kill_restarts.run(root, arguments.restarts, arguments.seed) if arguments.restarts else {}
+        for failure in filter(None, (harness.failure, restarts.pop("failure", ""))):
+            print(failure)
+    never = [at for at, tries in harness.not_reached.items() if tries >= TRIES and at not in harness.kills_at]
+    more: dict[str, Any] = {"plans": dict(harness.plans), "kills_at": dict(harness.kills_at)}
+    more |= {"not_reached": dict(harness.not_reached), "never_reached": never, "longest_end_s": round(harness.longest_end_s, 2)}
     more |= {"ended_steps_lost": dict(sorted(harness.ended_lost.items())), "seconds": time.monotonic() - begin}
-    print(json.dumps({"benchmark": "kill_ranks", **harness.counts, **more}))
+    print(json.dumps({"benchmark": "kill_ranks", **harness.counts, **more, "restarts": restarts}))
     too_many = max(harness.ended_lost, default=0) > ENDED_LOST_MOST
-    raise SystemExit(int(too_many or any(harness.counts[key] for key in FAILURES)))
+    wrong = any(counts.get(key) for counts in (harness.counts, restarts) for key in FAILURES)
+    raise SystemExit(int(too_many or wrong or bool(never)))
 
 
 if __name__ == "__main__":
