@@ -11,7 +11,9 @@ generators are those of a construction without the context.
 The meta device keeps no values. Those that code copies there, as ``load_state_dict`` does, are kept
 here until the model is placed, as far as they fit. So are those of parameters that were loaded and
 are moved there, as PEFT moves adapters to their layer's device. A loaded parameter is one that
-nothing has written in place since it was made: constructors do.
+nothing has written in place since it was made: constructors do. Values follow their tensor to a
+copy and to another dtype, as of a precision. Other functions that write it there lose them, which
+is refused when the model is placed.
 
 A parameter moves only while nothing else refers to its storage, because other views would not move
 with it. It is checked again when the next one is made. When the plan's blocks are placed, one block
@@ -24,7 +26,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ from lightning_hetero.untyped import Function, Options, Value, Values
 
 _SMALL_BYTES = 64 * 1024  # norms and biases: moving them would not pay
 _SET_DATA: Function = vars(torch._C.TensorBase)["data"].__set__
+_CONVERSIONS = {getattr(torch.Tensor, name) for name in ("to", "clone", "type", "float", "double", "half", "bfloat16")}
 
 
 class Scratch(Protocol):
@@ -50,6 +53,14 @@ class Scratch(Protocol):
 
     def filled(self, tensor: Tensor) -> None:
         """Gives the pages of a tensor of :meth:`place` back; the file keeps the content."""
+
+
+class _Given(NamedTuple):
+    """What code has given a storage on the meta device."""
+
+    storage: torch.UntypedStorage  # alive, so that no other has its address
+    values: Tensor | None  # ``None``: they are lost
+    num_bytes: int
 
 
 class Construction:
@@ -68,7 +79,7 @@ class Construction:
         self._places: dict[int, weakref.ref[nn.Parameter]] = {}  # tensors in the file by address
         self._touched: dict[int, weakref.ref[nn.Parameter]] = {}  # those whose pages may be in memory, by address
         self._touched_bytes = 0
-        self._given: dict[int, tuple[torch.UntypedStorage, Tensor | None]] = {}  # values of storages on the meta device
+        self._given: dict[int, _Given] = {}  # values of storages on the meta device, by address
         self._given_bytes = 0
         self._all: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter that was made
 
@@ -94,19 +105,21 @@ class Construction:
         """The values that code has given a tensor on the meta device.
 
         Raises:
-            ConfigError: They were too many to keep.
+            ConfigError: They were too many to keep, or code has changed them there.
         """
-        found = self._given.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
-        if found is None:
-            return None
-        _, values = found
-        if values is None:
+        values = self.kept(tensor)
+        if values is None and self._found(tensor) is not None:
             raise ConfigError(
                 f"{name!r} has lost the values that were loaded into it on the meta device, which keeps none. Up to "
-                f"{format_bytes(self._share_bytes)} of them, half of host_memory, are kept. Name their files by "
-                f"weights=, or build the model without torch.device('meta')."
+                f"{format_bytes(self._share_bytes)} of them, half of host_memory, are kept, unless code changes them there. "
+                f"Name their files by weights=, or build the model without torch.device('meta')."
             )
-        return values if values.shape == tensor.shape else None
+        return values
+
+    def kept(self, tensor: Tensor) -> Tensor | None:
+        """The values that code has given a tensor on the meta device; ``None`` if they are lost."""
+        found = self._found(tensor)
+        return None if found is None or found.values is None or found.values.shape != tensor.shape else found.values
 
     def knows(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter was made here, or its values were given here."""
@@ -119,11 +132,19 @@ class Construction:
         self._given.clear()
         self._given_bytes = 0
 
-    def _give(self, tensor: Tensor, values: Tensor) -> None:
+    def _found(self, tensor: Tensor) -> _Given | None:
+        return self._given.get(tensor.untyped_storage()._cdata) if tensor.is_meta and self._given else None
+
+    def _give(self, tensor: Tensor, values: Tensor | None) -> None:
         storage = tensor.untyped_storage()
-        fits = self._given_bytes + tensor.nbytes <= self._share_bytes
-        self._given[storage._cdata] = storage, values.detach().to(tensor.dtype, copy=True).expand(tensor.shape) if fits else None
-        self._given_bytes += tensor.nbytes
+        if (before := self._given.pop(storage._cdata, None)) is not None:
+            self._given_bytes -= before.num_bytes
+        if values is None or self._given_bytes + tensor.nbytes > self._share_bytes:
+            self._given[storage._cdata] = _Given(storage, None, 0)
+        else:
+            own = values.detach().to(tensor.dtype, copy=True).expand(tensor.shape)
+            self._given[storage._cdata] = _Given(storage, own, tensor.nbytes)
+            self._given_bytes += tensor.nbytes
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
@@ -173,14 +194,23 @@ class Construction:
             address = tensor.untyped_storage().data_ptr()
         return address if address in self._places else None
 
+    def _written(self, func: Function, values: Values) -> None:
+        """A torch function has written the first of these values, which is on the meta device."""
+        target = values[0]
+        if func == torch.Tensor.copy_ and isinstance(values[1], Tensor) and not values[1].is_meta:
+            self._give(target, values[1])
+        elif self._found(target) is not None:
+            self._give(target, None)
+
     def _seen(self, func: Function, values: Values, result: Value) -> None:
         """A torch function has run on these values."""
         if func == _SET_DATA and type(values[0]) is nn.Parameter and values[0] not in self:
             self._made(values[0])  # as module.to(dtype) does it
-        if func == torch.Tensor.copy_ and values[0].is_meta and isinstance(values[1], Tensor) and not values[1].is_meta:
-            self._give(values[0], values[1])
-        elif func == torch.Tensor.to and result.is_meta and _is_loaded(values[0]):
-            self._give(result, values[0])
+        if func in _CONVERSIONS and result is not values[0] and isinstance(result, Tensor) and result.is_meta:
+            if (found := self._found(values[0])) is not None:
+                self._give(result, found.values)
+            elif _is_loaded(values[0]):
+                self._give(result, values[0])
         if self._places and func not in METADATA:
             for value in tree_leaves(values):
                 place = self._place_of(value) if isinstance(value, Tensor) else None
@@ -207,8 +237,13 @@ class _Touches(TorchFunctionMode):
         self._construction = construction
 
     def __torch_function__(self, func: Function, types: object, args: Values = (), kwargs: Options | None = None) -> Value:
+        values = (*args, *(kwargs or {}).values())
+        target = values[0] if values and isinstance(values[0], Tensor) and values[0].is_meta else None
+        before = 0 if target is None else target._version
         result = func(*args, **(kwargs or {}))
-        self._construction._seen(func, (*args, *(kwargs or {}).values()), result)
+        if target is not None and target._version != before:
+            self._construction._written(func, values)
+        self._construction._seen(func, values, result)
         return result
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hetero._native import PartGeometry
@@ -62,9 +63,9 @@ class ModelSetup:
         share: Callable[[Tensor], object] | None = None,
     ) -> None:
         self._root, self._built, self._file = root, built, file
-        if built is not None:
-            _take_given(root, content, built)
         self._initializer = Initializer(root, content, share)
+        if built is not None:
+            _take_given(root, self._initializer, built)
         self._initializer.check()
         specs = partition(root, block_cls)
         self._made_on_meta = frozenset(n for s in specs for n, p in s.params.items() if p.is_meta)
@@ -230,12 +231,24 @@ class ModelSetup:
             back_to_meta(self._root, block, self._made_on_meta)
 
 
-def _take_given(root: nn.Module, content: Content | None, built: Construction) -> None:
-    """Parameters on the meta device to which code has given values get them, unless files do."""
+def _take_given(root: nn.Module, files: Initializer, built: Construction) -> None:
+    """Parameters on the meta device to which code has given values get them.
+
+    Those that files have too are read from there, if the files have the same values. An adapter has
+    other ones of the modules that it trains as copies, and may have an embedding of its own.
+    """
     for name, param in list(root.named_parameters()):
-        if (content is None or name not in content) and (values := built.given(name, param)) is not None:
+        is_base = files.has(name) and not param.requires_grad
+        values = built.kept(param) if is_base else built.given(name, param)  # lost ones of the base are the files'
+        if values is not None and not (files.has(name) and _has_same(files, name, values)):
             replace_everywhere(root, param, values.contiguous())
     built.forget_given()
+
+
+def _has_same(files: Initializer, name: str, values: Tensor) -> bool:
+    theirs = torch.empty_like(values, memory_format=torch.contiguous_format)
+    files.fill(name, theirs)
+    return torch.equal(theirs, values)
 
 
 def _by_owner(part: Part, owners: Mapping[int, int]) -> list[list[int]]:

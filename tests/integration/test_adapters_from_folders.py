@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,90 @@ def test_adapters_that_were_loaded_in_memory_and_moved_are_named(
     model = without_copies(on_meta(), tmp_path)
     with lightning_hetero.offload(model, plan="host", weights=directory):
         assert "Adapters on the meta device begin anew" in caplog.text
+
+
+class Beginning(Module):
+    """Notes the values that training begins with."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.began = {name: value.clone() for name, value in peft.get_peft_model_state_dict(self.model).items()}
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def save_changed(kind: str, directory: Path, adapter: Path) -> dict[str, Tensor]:
+    """An adapter with other values than a new one, copies of the base's modules included."""
+    model = peft.get_peft_model(in_memory(directory), KINDS[kind]())
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn_like(param))
+    model.save_pretrained(adapter)
+    saved: dict[str, Tensor] = peft.load_peft_weights(adapter, device="cpu")
+    return saved
+
+
+@LOST
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("load", "kind"), [*((loaded, kind) for kind in KINDS), (without_copies, "lora"), (without_copies, "saved")]
+)
+def test_training_begins_with_the_saved_values(load: Any, kind: str, precision: Any, directory: Path, tmp_path: Path) -> None:
+    """Those of copied modules too, which the base's files have, in the dtype of the precision."""
+    saved = save_changed(kind, directory, tmp_path / "adapter")
+    module = Beginning(lambda: load(on_meta(), tmp_path / "adapter"))
+    strategy = HeteroOffloadStrategy("disk", weights=directory)
+    quiet_trainer(strategy=strategy, precision=precision, max_steps=1, default_root_dir=tmp_path).fit(module, llama.batches())
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert module.began.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(module.began[name], value.to(dtype)), name
+
+
+@LOST
+@pytest.mark.parametrize("convert", [lambda model: model.to(torch.bfloat16), lambda model: model.half(), copy.deepcopy])
+def test_values_follow_a_conversion(convert: Any, directory: Path, tmp_path: Path) -> None:
+    saved = save_changed("saved", directory, tmp_path / "adapter")
+    module = Beginning(lambda: convert(loaded(on_meta(), tmp_path / "adapter")))
+    strategy = HeteroOffloadStrategy("host", weights=directory)
+    quiet_trainer(strategy=strategy, max_steps=1, default_root_dir=tmp_path).fit(module, llama.batches())
+    for name, value in saved.items():
+        assert torch.equal(module.began[name], value.to(module.began[name].dtype)), name
+
+
+@LOST
+def test_an_embedding_of_the_adapter_comes_before_the_base(directory: Path, tmp_path: Path) -> None:
+    """PEFT saves the embedding with an adapter of it; a base of another folder has another one."""
+    torch.manual_seed(7)
+    llama.LlamaForCausalLM(llama.config()).save_pretrained(tmp_path / "other")
+    saved = save_changed("embedding", tmp_path / "other", tmp_path / "adapter")
+    assert any("embed_tokens.base_layer" in name for name in saved)
+    expected = fit(lambda: loaded(in_memory(directory), tmp_path / "adapter"), "auto", tmp_path)
+    build = lambda: loaded(on_meta(), tmp_path / "adapter")  # noqa: E731
+    assert_same(fit(build, HeteroOffloadStrategy("disk", weights=directory), tmp_path), expected)
+
+
+def scaled(param: Tensor) -> None:
+    param.data.mul_(2)
+
+
+def set_in_part(param: Tensor) -> None:
+    param.data[:1].copy_(torch.ones(1, param.shape[1]))
+
+
+@LOST
+@pytest.mark.parametrize("change", [scaled, set_in_part])
+def test_values_that_change_on_the_meta_device_are_refused(
+    change: Callable[[Tensor], None], directory: Path, adapter: Path, tmp_path: Path
+) -> None:
+    def build() -> Any:
+        model = loaded(on_meta(), adapter)
+        change(next(p for n, p in model.named_parameters() if "lora_B" in n))
+        return model
+
+    with pytest.raises(ConfigError, match=r"lora_B.*has lost the values.*unless code changes them there"):
+        fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
 
 
 @LOST
