@@ -21,6 +21,7 @@ unless files have them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -195,7 +196,7 @@ class Initializer:
     def _set(self, name: str, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         buffers = {k: torch.empty_like(b, device="cpu") for k, b in module.named_buffers(recurse=False) if b.is_meta}
         module._buffers.update(buffers)
-        with torch.no_grad():
+        with torch.no_grad(), _only(module, params):
             for value in chain(params.values(), buffers.values()):
                 value.fill_(_unset(value.dtype))
             for setter in self._setters[id(module)]:
@@ -207,6 +208,24 @@ class Initializer:
                         f"leaves {key!r} unset. Set it there, make it on the CPU, or build the model without empty_init and "
                         f"outside torch.device('meta')."
                     )
+
+
+@contextmanager
+def _only(module: nn.Module, params: Collection[str]) -> Iterator[None]:
+    """Setters find the module's other parameters on the meta device.
+
+    Those have values, or get them from files. There a setter changes nothing, and draws no random
+    numbers.
+    """
+    others = {k: p for k, p in module.named_parameters(recurse=False) if k not in params}
+    stand_ins = {
+        k: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=False) for k, p in others.items()
+    }
+    module._parameters.update(stand_ins)
+    try:
+        yield
+    finally:
+        module._parameters.update(others)
 
 
 def in_order_of_construction(root: nn.Module, blocks: Iterable[Block]) -> list[Block]:

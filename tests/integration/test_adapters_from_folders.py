@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
 import peft
 from support import llama
-from transformers import LlamaForSequenceClassification
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaForSequenceClassification
 
 LOST = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 
@@ -205,6 +205,37 @@ def test_an_embedding_of_the_adapter_comes_before_the_base(directory: Path, tmp_
     expected = fit(lambda: loaded(in_memory(directory), tmp_path / "adapter"), "auto", tmp_path)
     build = lambda: loaded(on_meta(), tmp_path / "adapter")  # noqa: E731
     assert_same(fit(build, HeteroOffloadStrategy("disk", weights=directory), tmp_path), expected)
+
+
+@LOST
+@pytest.mark.parametrize("plan", ["host", "disk"])
+def test_a_buffer_beside_weights_is_set_and_the_weights_stay(plan: str, tmp_path: Path) -> None:
+    """Gemma's embedding has a buffer that files lack. Its weights draw no random numbers."""
+    settings = GemmaConfig(
+        vocab_size=llama.WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GemmaForCausalLM(settings).save_pretrained(directory := tmp_path / "weights")
+    adapter = tmp_path / "adapter"
+    base = GemmaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = peft.get_peft_model(base, config(modules_to_save=["embed_tokens"], lora_dropout=0.5))
+    with torch.no_grad():
+        for param in filter(lambda p: p.requires_grad, model.parameters()):
+            param.add_(torch.randn_like(param))
+    model.save_pretrained(adapter)
+
+    def build(device: str) -> Any:
+        with torch.device(device):
+            base = GemmaForCausalLM(settings)
+        if device == "cpu":
+            base.load_state_dict(GemmaForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict())
+        model = loaded(base, adapter).train()
+        torch.manual_seed(3)  # dropout follows
+        return model
+
+    expected = fit(lambda: build("cpu"), "auto", tmp_path)
+    assert_same(fit(lambda: build("meta"), HeteroOffloadStrategy(plan, weights=directory), tmp_path), expected)
 
 
 def scaled(param: Tensor) -> None:
