@@ -1,8 +1,9 @@
 """Models of any architecture, built by transformers on the meta device: shapes without memory.
 
-Modules with weights are found in the model. What backward keeps is not known without running it, so
-it is estimated: the output of each of these modules, its input if its weights train, and
-attention's output.
+Modules with weights are found in the model. It is built in bfloat16: what transformers makes wider
+all the same, as many routers, has that width in models of 16 bit. What backward keeps is not known
+without running it, so it is estimated: the output of each of these modules, its input if its
+weights train, and attention's output.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _built(config: Config) -> _Built:
     try:
         settings = transformers.AutoConfig.for_model(kind, **values)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(settings)
+            model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     except Exception as error:  # whatever a class raises for settings that it does not take
         raise ConfigError(
             f"{where}: transformers {transformers.__version__} cannot build model_type={kind!r} as a causal language model: "
@@ -139,10 +140,13 @@ class _Reader:
                 outputs=sizes[1],
                 bias="bias" in params,
                 head=module is self._head,
+                itemsize=_itemsize(weight),
             )
-            yield from _in_and_out(inner or "weight", linear, itemsize=4 if linear.head else 0)
+            yield from _in_and_out(inner or "weight", linear)
         elif isinstance(module, nn.Embedding) and weight is not None:
-            table = Module(name=name, kind=Kind.EMBEDDING, inputs=weight.shape[0], outputs=weight.shape[1], used=0)
+            table = Module(
+                name=name, kind=Kind.EMBEDDING, inputs=weight.shape[0], outputs=weight.shape[1], used=0, itemsize=_itemsize(weight)
+            )
             yield Operator(name=inner or "weight", width=table.outputs, kept=False, module=table)
         else:
             for key, param in params.items():
@@ -152,14 +156,21 @@ class _Reader:
 
     def _other(self, short: str, name: str, kind: Kind, param: nn.Parameter) -> Iterator[Operator]:
         if param.dim() < 2:
-            vector = Module(name=name, kind=kind, inputs=1, outputs=param.numel(), used=0)
-            yield Operator(name=short, width=param.numel(), module=vector)
+            vector = Module(
+                name=name, kind=kind, inputs=1, outputs=param.numel(), used=0, itemsize=_itemsize(param),
+                frozen=not param.requires_grad,
+            )  # fmt: skip
+            yield Operator(name=short, width=param.numel(), module=vector, itemsize=vector.itemsize)
             return
         copies = param.shape[0] if param.dim() == 3 and self._used else 1
         inputs = param[0].numel() if copies == 1 else param.shape[2]
         outputs = param.shape[0] if copies == 1 else param.shape[1]
         used = min(self._used, copies) if copies > 1 else 1
-        yield from _in_and_out(short, Module(name=name, kind=kind, inputs=inputs, outputs=outputs, copies=copies, used=used))
+        matrices = Module(
+            name=name, kind=kind, inputs=inputs, outputs=outputs, copies=copies, used=used, itemsize=_itemsize(param),
+            frozen=not param.requires_grad,
+        )  # fmt: skip
+        yield from _in_and_out(short, matrices)
 
 
 def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -171,7 +182,13 @@ def _linear_sizes(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _in_and_out(short: str, module: Module, *, itemsize: int = 0) -> Iterator[Operator]:
+def _itemsize(param: nn.Parameter) -> int:
+    """Bytes of an element that is wider than the rest of a model of 16 bit; else 0."""
+    return param.dtype.itemsize if param.dtype.itemsize > torch.bfloat16.itemsize else 0
+
+
+def _in_and_out(short: str, module: Module) -> Iterator[Operator]:
+    itemsize = 4 if module.head else module.itemsize  # cross entropy takes fp32
     yield Operator(name=f"{short}.input", width=module.used * module.inputs, kept=False)
     yield Operator(name=short, width=module.used * module.outputs, module=module, reads=f"{short}.input", itemsize=itemsize)
 
@@ -181,7 +198,7 @@ def _with_head(rows: BlockRows, head: nn.Linear) -> BlockRows:
     module = Module(name="lm_head", kind=Kind.LINEAR, inputs=head.in_features, outputs=head.out_features, tied=True, head=True)
     return BlockRows(
         name=rows.name,
-        operators=(*rows.operators, *_in_and_out("lm_head", module, itemsize=4)),
+        operators=(*rows.operators, *_in_and_out("lm_head", module)),
         boundary_width=rows.boundary_width,
         transient_width=max(rows.transient_width, module.outputs),
         transient_fp32=module.outputs,

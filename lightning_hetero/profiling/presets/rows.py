@@ -39,6 +39,7 @@ class Module:
         tied: Whether its weights belong to another module.
         head: Whether it is the model's output layer.
         itemsize: Bytes of one element of its parameters; 0: those of the compute dtype.
+        frozen: Whether the model is built with its parameters frozen.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Module:
     tied: bool = False
     head: bool = False
     itemsize: int = 0
+    frozen: bool = False
 
     @property
     def weight_params(self) -> int:

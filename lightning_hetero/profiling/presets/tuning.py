@@ -132,7 +132,10 @@ class _Tuned:
         modules, quantization = list(self._rows.modules), self._tuning.quantization
         base = self._trained(modules)
         if self._lora is None:
-            return _NOTHING, base
+            fixed = self._trained([m for m in modules if m.frozen])
+            own = 0 if self._copied else fixed.num_bytes
+            frozen = _Stored(fixed.num_params, fixed.num_bytes, in_place_bytes=own, copied=self._copied if fixed.num_bytes else "")
+            return frozen, self._trained([m for m in modules if not m.frozen])
         quantized = [] if quantization is None else [m for m in modules if is_quantized(m)]
         changed = 0 if quantization is None else sum(map(quantization.weight_bytes, quantized))
         as_it_is = base.num_bytes - sum(m.weight_params * self._itemsize(m) for m in quantized)
