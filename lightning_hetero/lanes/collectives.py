@@ -47,7 +47,7 @@ from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
-from lightning_hetero.lanes.mesh import REPLICATE, SHARD
+from lightning_hetero.lanes.mesh import REPLICATE, SHARD, close
 from lightning_hetero.lanes.network import EmulatedNetwork
 
 _Value = TypeVar("_Value")
@@ -113,6 +113,7 @@ class Collectives:
             (self.nodes, self.shards), (self.node, self.shard) = mesh.shape, mesh.get_coordinate() or ()
         self._lane = 0  # the thread of the lane
         self._last: Event | None = None  # the end of the last op there, which nobody has waited for
+        self.is_closed = False  # by this rank, which has failed
         self._failed = ""  # why the group cannot be used any more
         self.why: Callable[[], str] = str  # why another rank has ended, if it has said so
         self._lock = Lock()
@@ -252,6 +253,19 @@ class Collectives:
         if tensor.numel():
             with self._naming("RECEIVE", tensor):
                 dist.recv(tensor, group=self._group, group_src=source)
+
+    def close(self) -> None:
+        """Ends the group on this rank, which has failed: others that wait for it fail at once.
+
+        An op that has begun on the lane goes on; the next one there is refused.
+        """
+        if not self.is_closed:
+            self._failed = (
+                self._failed or f"rank {self.rank} of {self.ranks} has left the others after an error. Start all ranks again."
+            )
+            close(self._group, self._shard, self._replicate)
+            del self._group, self._shard, self._replicate  # gloo closes connections with the last reference
+            self.is_closed = True
 
     @property
     def has_failed(self) -> bool:

@@ -31,6 +31,12 @@ def mesh_of(nodes: int, timeout: timedelta | None) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=(REPLICATE, SHARD))
 
 
+def close(*groups: dist.ProcessGroup | None) -> None:
+    """Ends groups on this rank; the group of all ranks (``None``) is not ended."""
+    for group in {one for one in groups if one is not None}:
+        dist.destroy_process_group(group)
+
+
 def _own_group(rows: Sequence[Sequence[int]], timeout: timedelta | None) -> dist.ProcessGroup:
     own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows, timeout=timeout, backend="gloo")[0]
     return own

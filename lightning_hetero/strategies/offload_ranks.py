@@ -198,11 +198,13 @@ class HeteroOffloadRanks(_Base):
             self._averaging = give_weights(trainer, partial(self.materialize, self.run.module))
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one ends. Teardown must not rely on the engine."""
+        """Tells the other ranks why this one ends, and leaves them: they do not wait for it."""
         file, collectives = None if self.session is None else self.session.file, self.run.options.collectives
         if file is not None and collectives is not None and not collectives.has_failed:
             file.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
-        Offloading.on_exception(self, exception)
+        Offloading.on_exception(self, exception)  # teardown must not rely on the engine
+        if collectives is not None:
+            collectives.close()
 
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""

@@ -1,0 +1,87 @@
+"""Ranks that share a model, one of which fails alone and lives on: a script.
+
+The ranks are forked from one process that has imported everything. The one that has failed lives
+until the other has ended its fit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_hetero.strategies import HeteroOffloadStrategy
+from support import shared_model
+from support.shared_stores import run
+
+LONE, AT, PATIENCE_S = 1, 2, 10.0  # which rank fails, and in which batch
+HOOKS = ("on_train_batch_start", "on_before_zero_grad")
+
+
+class OnlyOne(Exception):
+    """What a rank fails with."""
+
+
+class Model(shared_model.Model):
+    """Fails on one rank, in its step."""
+
+    fails = False
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.fails and index == AT and shared_model.RANK == LONE:
+            raise OnlyOne("a reason of its own")
+        return super().training_step(batch, index)
+
+
+class Fails(pl.Callback):
+    """Fails on one rank, at a hook."""
+
+    def __init__(self, hook: str) -> None:
+        def fail(trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == AT and shared_model.RANK == LONE:
+                raise OnlyOne("a reason of its own")
+
+        setattr(self, hook, fail)
+
+
+def rank_of(case: str, out: Path, rank: int) -> None:
+    """Writes down how the rank's fit has ended, and lives until the other's has ended."""
+    torch.manual_seed(5)
+    model = Model()
+    model.fails = case == "training_step"
+    hooks = [Fails(case)] if case in HOOKS else []
+    strategy = HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1)
+    text = "has no error"
+    try:
+        shared_model.trainer(out, strategy, callbacks=hooks).fit(model, shared_model.batches())
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    file = out / f"end-{rank}"
+    file.with_suffix(".part").write_text(text)
+    file.with_suffix(".part").rename(file)
+    ends = time.monotonic() + PATIENCE_S
+    while not (out / f"end-{1 - rank}").exists():
+        assert time.monotonic() < ends, f"{case}: the other rank waits"
+        time.sleep(0.01)
+
+
+def main(root: Path) -> None:
+    """Prints how the ranks have ended in each case."""
+    report = {}
+    for case in ("training_step", *HOOKS):
+        out = root / case
+        out.mkdir()
+        assert run(2, partial(rank_of, case, out)) == [0, 0]
+        report[case] = [(out / f"end-{rank}").read_text() for rank in range(2)]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
