@@ -26,7 +26,11 @@ def test_optimizers_with_state_of_their_own_go_on_in_one_process(tmp_path: Path)
 
 def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
-    run(tmp_path, "trains_adapters", "has_a_chunked_head", "saves_adapters_alone", "sets_what_files_lack", script=ADAPTERS)
+    scenarios = (
+        *("trains_adapters", "trains_16_bit_adapters_on_disk", "has_a_chunked_head"),
+        *("saves_adapters_alone", "sets_what_files_lack"),
+    )
+    run(tmp_path, *scenarios, script=ADAPTERS)
 
 
 def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from lightning_hetero.store.live.moved_weights import weights_now
 from lightning_hetero.store.live.own_slots import bytes_at, differs, is_written_once, with_two_slots
 from lightning_hetero.store.live.unrecorded import Unrecorded
 from lightning_hetero.store.numa import started_on
-from lightning_hetero.store.raw_memory import own_memory
+from lightning_hetero.store.raw_memory import own_memory, zero_pages
 from lightning_hetero.units import MIB
 
 _PATCHES_IN_MEMORY = 64 * MIB
@@ -220,7 +220,7 @@ class TierStore:
         master = has_master(part)
         if part.dirty:
             part.dirty, is_beginning = False, part.fresh or not part.stepped
-            runs = [(0, *_as_master(part, i)) for i in range(len(part.params))] if master else []
+            runs = _masters(part) if master else []
             ticket = self.rewrite(part, runs, from_memory=weights_on_file(part), state=master)
             if master:
                 part.fresh = is_beginning
@@ -483,6 +483,13 @@ def _patches(part: Part, native: NativePart, runs: Sequence[tuple[int, int, Tens
         for array, start, value in runs
         if value.numel()
     ]
+
+
+def _masters(part: Part) -> list[tuple[int, int, Tensor]]:
+    """All of the native part's master. A rank's slice of few parameters may be padding alone."""
+    runs = [(0, *_as_master(part, i)) for i in range(len(part.params))]
+    has_any = any(value.numel() for _, _, value in runs)
+    return runs if has_any else [(0, 0, zero_pages(part.require_native().geometry.num_elements))]
 
 
 def _as_master(part: Part, index: int) -> tuple[int, Tensor]:
