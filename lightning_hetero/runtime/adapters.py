@@ -41,8 +41,6 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
                 for adapter, encoder in child.named_children():
                     for part in encoder.modules():
                         note(part, *_prompt_setter(part, adapter, configs))
-                    if (embedding := encoder._modules.get("embedding")) is not None:
-                        note(embedding, "", [partial(_number_tokens, module, adapter)])
             else:
                 visit(child, configs)
 
@@ -66,6 +64,14 @@ def copy_setters(root: nn.Module) -> Setters:
     return setters
 
 
+def number_tokens(root: nn.Module) -> None:
+    """Sets the numbers of virtual tokens, which PEFT keeps in a dictionary, on the CPU."""
+    for module in root.modules():
+        tokens: Value = getattr(module, "prompt_tokens", None)
+        if "prompt_encoder" in module._modules and isinstance(tokens, dict):
+            tokens.update({adapter: torch.arange(numbers.numel()) for adapter, numbers in tokens.items() if numbers.is_meta})
+
+
 def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:
     """Each adapter's module in a container of a layer. A ``ParameterDict`` is the module of all."""
     if isinstance(container, nn.ModuleDict):
@@ -82,12 +88,6 @@ def _prompt_setter(part: nn.Module, adapter: str, configs: Mapping[str, object])
             return f"adapter {adapter!r} has {option}={getattr(how, 'value', how)!r}, which needs values in memory", []
     reset: Callable[[], object] | None = getattr(part, "reset_parameters", None)
     return "", [] if reset is None else [reset]
-
-
-def _number_tokens(model: Value, adapter: str) -> None:
-    """PEFT keeps the numbers of virtual tokens in a dictionary, which may be on the meta device."""
-    if model.prompt_tokens[adapter].is_meta:
-        model.prompt_tokens[adapter] = torch.arange(model.prompt_tokens[adapter].numel())
 
 
 def _setter(layer: nn.Module, key: str, adapter: str, configs: Mapping[str, object]) -> tuple[str, list[Callable[[], object]]]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.runtime.adapters import adapter_setters, copy_setters
+from lightning_hetero.runtime.adapters import adapter_setters, copy_setters, number_tokens
 from lightning_hetero.store.format.in_place import TensorPlace
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.store.raw_memory import own_memory
@@ -183,6 +183,7 @@ class Initializer:
         for name, module in _children_first(self._root, "(root)"):
             if any(b.is_meta for b in _own_buffers(module)):
                 self._set(name, module, {})
+        number_tokens(self._root)
 
     def fill(self, name: str, tensor: Tensor) -> None:
         """Reads a parameter or a buffer from its file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,28 @@ def test_a_state_that_is_loaded_there_may_not_take_the_budget(directory: Path, t
 
     with pytest.raises(ConfigError, match=r"has lost the values.*meta device.*Up to 10\.0 KiB.*weights="):
         fit(build, HeteroOffloadStrategy("disk", host_memory="20KiB"), tmp_path)
+
+
+@LOST
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_saved_prompts_predict(kind: Any, inside: bool, directory: Path, tmp_path: Path) -> None:
+    """Wherever the model was on the meta device when PEFT read them."""
+    torch.manual_seed(1)
+    settings = kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(in_memory(directory), settings).save_pretrained(adapter := tmp_path / "adapter")
+
+    def build() -> Any:
+        with torch.device("meta") if inside else nullcontext():
+            return peft.PeftModel.from_pretrained(on_meta(), adapter)
+
+    module = Module(build)
+    trainer = quiet_trainer(strategy=HeteroOffloadStrategy("disk", weights=directory), default_root_dir=tmp_path)
+    trainer.validate(module, llama.batches(), verbose=False)
+    plain = Module(lambda: peft.PeftModel.from_pretrained(in_memory(directory), adapter))
+    quiet_trainer(default_root_dir=tmp_path).validate(plain, llama.batches(), verbose=False)
+    assert all(map(torch.equal, module.losses, plain.losses))
+    assert len(module.losses) == len(plain.losses) > 0
 
 
 class Classifier(Module):
