@@ -272,15 +272,6 @@ class Collectives:
         """Whether the group cannot be used any more."""
         return bool(self._failed)
 
-    def text_of_first(self, text: str) -> str:
-        """Gives all ranks the first one's text."""
-        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([content.numel()])
-        self.broadcast(length)
-        told = content if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
-        self.broadcast(told)
-        return bytes(told.tolist()).decode()
-
     def agree(self, numbers: Sequence[float]) -> list[list[float]]:
         """Tells numbers to all ranks. Returns those of each rank, the same on all of them."""
         own = torch.tensor(numbers, dtype=torch.float64)

@@ -25,6 +25,11 @@ record, and of several that count the last one does. So:
 5. Before a rank first writes, it removes what it has of other sets: of earlier ones, so that a
    resume that cannot see all of this set is refused instead of going back to a step long ago; of
    later ones that do not count, so that they never will, even if what is out of sight now returns.
+
+[Note: Sets of several nodes]
+Each node has the model once, in the stores of its ranks. The rules above are for the ranks of all
+nodes. If a part of such a set is out of sight, the stores of one node are enough to go on from.
+What goes on is another set then, since those out of sight may return, and are older.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ class RankStore:
         ranks: How many stores the set has.
         rank: The place of this one among them.
         numbers: The numbers of its readable records, in the order in which they were written.
+        nodes: How many times the set has the model; see [Note: Sets of several nodes].
     """
 
     set_id: str
@@ -52,6 +58,12 @@ class RankStore:
     ranks: int
     rank: int
     numbers: tuple[int, ...]
+    nodes: int = 1
+
+    @property
+    def node(self) -> int:
+        """The node of the rank."""
+        return self.rank // (self.ranks // self.nodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,8 @@ class CommonStep:
         ranks: How many stores it has.
         number: The number of the commit that all of them hold.
         taken_back: The ranks whose newest record is a later one.
+        nodes: How many times the set has the model.
+        is_whole: All stores of the set are there; else all of one node at least.
     """
 
     set_id: str
@@ -71,6 +85,8 @@ class CommonStep:
     ranks: int
     number: int
     taken_back: frozenset[int]
+    nodes: int = 1
+    is_whole: bool = True
 
     def membership(self) -> Membership:
         """What a rank of the set knows once it has taken back what it had to."""
@@ -135,6 +151,9 @@ def common_step(stores: Iterable[RankStore]) -> CommonStep | None:
         some = next(iter(found.values()))
         if len(found) == some.ranks:
             return _common_step(found, some)
+    for found in filter(None, begun):
+        if copies := {rank: store for rank, store in found.items() if has_all_of(store.node, found.values())}:
+            return _common_step(copies, next(iter(copies.values())))
     if not any(begun):
         return None
     found = max(begun, key=lambda found: len(found) / next(iter(found.values())).ranks if found else 0.0)
@@ -144,6 +163,12 @@ def common_step(stores: Iterable[RankStore]) -> CommonStep | None:
         f"of a run on {some.ranks} ranks the stores of ranks {missing} are missing, or have no record. A step is divided among "
         f"all of them. Mount the disks that have them, or go on from a checkpoint."
     )
+
+
+def has_all_of(node: int, stores: Iterable[RankStore]) -> bool:
+    """Whether all stores of a node are among those of its set."""
+    there = [store for store in stores if store.node == node]
+    return bool(there) and len(there) == there[0].ranks // there[0].nodes
 
 
 def _common_step(found: dict[int, RankStore], some: RankStore) -> CommonStep:
@@ -157,4 +182,7 @@ def _common_step(found: dict[int, RankStore], some: RankStore) -> CommonStep:
                 f"by itself. Put all stores of one moment in place, or go on from a checkpoint."
             )
     taken_back = frozenset(rank for rank, last in newest.items() if last > number)
-    return CommonStep(set_id=some.set_id, set_number=some.set_number, ranks=some.ranks, number=number, taken_back=taken_back)
+    return CommonStep(
+        set_id=some.set_id, set_number=some.set_number, ranks=some.ranks, number=number, taken_back=taken_back,
+        nodes=some.nodes, is_whole=len(found) == some.ranks,
+    )  # fmt: skip

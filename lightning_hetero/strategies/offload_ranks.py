@@ -127,7 +127,7 @@ class HeteroOffloadRanks(_Base):
         engine = replace(engine, cpus=own_cpus)
         collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
         disks = self.run.choices.options.disk_paths
-        own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks) for root in disks[:1])
+        own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks, collectives.nodes) for root in disks[:1])
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_paths=own + disks[1:]))
 
     def _check_places(self) -> None:
@@ -156,8 +156,6 @@ class HeteroOffloadRanks(_Base):
             UnsupportedError: Names the option and what is allowed.
         """
         choices, number = self.run.choices, self.num_processes
-        if self.num_nodes > 1 and choices.options.disk_path is not None:
-            raise self._refusal(f"disk_path with num_nodes={self.num_nodes}", "Leave disk_path out.")
         devices = self.parallel_devices or []
         for device in devices:
             check_kind(device, self.accelerator, self.strategy_name)

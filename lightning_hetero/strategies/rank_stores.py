@@ -1,27 +1,28 @@
 """Which stores a fit begins or goes on with, where several ranks have some below one directory.
 
-The first rank looks and decides, since all of them are on one machine; the others do the same.
+The first rank of each node looks at what is there, and they tell each other: nodes may have the
+same directory, or a disk each. A store that several of them see belongs to the first of these. Then
+all decide the same.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_hetero import errors
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.directories import existing
-from lightning_hetero.store.common_steps import CommonStep
+from lightning_hetero.store.common_steps import RankStore, common_step
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.earlier_runs import make_way
-from lightning_hetero.store.format.manifest import Member
-from lightning_hetero.store.format.sets import Stores, place_of, take_back
+from lightning_hetero.store.format.manifest import MANIFEST, Member
+from lightning_hetero.store.format.sets import Stores, members_in, take_back
 from lightning_hetero.store.live.blocks import Slice
 from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.untyped import Options
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.options import SessionOptions
 
 log = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 
 def root_of(place: Path, own: Slice) -> Path:
@@ -49,20 +52,22 @@ def begin(place: Path, own: Slice, collectives: Collectives | None, *, new_run: 
         StoreError: It cannot be renamed.
     """
     root = _same_root(place, own, collectives)
+    owned = _owned(root, collectives)
 
-    def clear() -> Options:
-        make_way(root, new_run=new_run, keeps_own=own.ranks == 1)
-        return {"id": uuid.uuid4().hex}
+    def clear() -> str:
+        if owned:
+            make_way(root, new_run=new_run, keeps_own=own.ranks == 1)
+        return uuid.uuid4().hex
 
-    chosen = _of_first(collectives, clear)
-    return None if own.ranks == 1 else Member(set_id=str(chosen["id"]), set_number=1, ranks=own.ranks, rank=own.rank)
+    member = _member(_of_each(collectives, clear)[0], 1, collectives)
+    return None if own.ranks == 1 else member
 
 
 def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[SpreadStep, Member] | None:
     """A fit resumes from what the ranks of an earlier run have kept.
 
-    Returns the step and the place of this rank's new store, if there were as many ranks as now:
-    ``None``. Then the last record of this rank's store is that of the step.
+    Returns the step and the place of this rank's new store, if there were as many ranks and nodes
+    as now: ``None``. Then the last record of this rank's store is that of the step.
 
     Raises:
         ConfigError: No step has been kept, or stores are missing.
@@ -70,26 +75,51 @@ def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[Spr
         StoreCorruptError: A store cannot be read, or is not of the same time as the others.
     """
     root = _same_root(place, own, collectives)
+    owned = _owned(root, collectives)
 
-    def find() -> Options:
-        with Stores(root) as stores:
-            step = stores.common()
-            if step is None:
-                raise ConfigError(
-                    f"store {str(root)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path."
-                )
+    def look() -> tuple[str, list[RankStore]]:
+        with Stores(root, owned=owned) as stores:
+            return uuid.uuid4().hex, stores.rows()
+
+    told = _of_each(collectives, look)
+    rows = {row for _, seen in told for row in seen}
+    step = common_step(sorted(rows, key=lambda row: (row.set_id, row.rank)))
+    if step is None:
+        raise ConfigError(f"store {str(root)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
+    member = _member(told[0][0], 1 + max(row.set_number for row in rows), collectives)
+    goes_on = (step.ranks, step.nodes) == (member.ranks, member.nodes)
+
+    def clear() -> bool:
+        if goes_on and not (step.is_whole and (place / MANIFEST).is_file()):
+            raise ConfigError(
+                f"of {step.nodes} nodes that hold the model, one does not have its stores below {str(root)!r}. Go on with another "
+                f"number of nodes, such as num_nodes=1 on one that has them, and with {step.nodes} nodes later."
+            )
+        with Stores(root, owned=owned) as stores:
             stores.remove_but(step.set_id)
-            row = asdict(step) | {"taken_back": sorted(step.taken_back)}
-            return {"step": row, "id": uuid.uuid4().hex, "number": stores.next_number}
+        return True
 
-    found = _of_first(collectives, find)
-    step = CommonStep(**{**found["step"], "taken_back": frozenset(found["step"]["taken_back"])})
-    if step.ranks == own.ranks:
-        with StoreFiles(place_of(root, own.rank, own.ranks)) as store:
+    _of_each(collectives, clear)
+    if goes_on:
+        with StoreFiles(place) as store:
             take_back(store, step.number)
         return None
-    member = Member(set_id=found["id"], set_number=found["number"], ranks=own.ranks, rank=own.rank)
-    return SpreadStep(Stores(root, locks=own.rank == 0), step, own.rank), member
+    here = 0 if collectives is None else collectives.node
+    return SpreadStep(Stores(root, owned=owned), step, member.rank, here), member
+
+
+def _member(set_id: str, number: int, collectives: Collectives | None) -> Member:
+    """The place of this rank's store in a new set."""
+    if collectives is None:
+        return Member(set_id=set_id, set_number=number, ranks=1, rank=0)
+    return Member(set_id=set_id, set_number=number, ranks=collectives.ranks, rank=collectives.rank, nodes=collectives.nodes)
+
+
+def _owned(root: Path, collectives: Collectives | None) -> frozenset[Path]:
+    """The stores that this rank locks and removes, for all ranks."""
+    every = _of_each(collectives, lambda: members_in(root) if collectives is None or collectives.shard == 0 else {})
+    rank = 0 if collectives is None else collectives.rank
+    return frozenset(path for key, path in every[rank].items() if not any(key in others for others in every[:rank]))
 
 
 def disk_rates(options: SessionOptions) -> tuple[float, ...]:
@@ -118,24 +148,34 @@ def disk_rates(options: SessionOptions) -> tuple[float, ...]:
 
 def _same_root(place: Path, own: Slice, collectives: Collectives | None) -> Path:
     root = root_of(place, own)
-    if collectives is not None and len({row[0] for row in collectives.agree([zlib.crc32(str(root).encode())])}) > 1:
-        raise ConfigError(f"disk_path is {str(root)!r} on rank {own.rank}, and another path on other ranks. Give all the same one.")
+    if collectives is not None:
+        first = collectives.node * collectives.shards
+        rows = collectives.agree([zlib.crc32(str(root).encode())])[first : first + collectives.shards]
+        if len({number for (number,) in rows}) > 1:
+            raise ConfigError(
+                f"disk_path is {str(root)!r} on rank {collectives.rank}, and another path on other ranks of its node. Give all of "
+                f"them the same one."
+            )
     return root
 
 
 def _of_first(collectives: Collectives | None, decide: Callable[[], Options]) -> Options:
     """What the first rank decides. Its errors are those of all."""
+    return _of_each(collectives, lambda: decide() if collectives is None or collectives.rank == 0 else {})[0]
+
+
+def _of_each(collectives: Collectives | None, decide: Callable[[], _Found]) -> list[_Found]:
+    """What each rank finds. An error of one is that of all."""
     if collectives is None:
-        return decide()
-    told, raised = "", None
-    if collectives.rank == 0:
-        try:
-            told = json.dumps(["", decide()])
-        except HeteroError as error:
-            told, raised = json.dumps([type(error).__name__, str(error)]), error
-    kind, value = json.loads(collectives.text_of_first(told))
+        return [decide()]
+    found, raised, refusal = list[_Found](), None, ("", "")
+    try:
+        found.append(decide())
+    except HeteroError as error:
+        raised, refusal = error, (type(error).__name__, str(error))
+    told = collectives.tell_all((found, refusal))
     if raised is not None:
         raise raised
-    if kind:
-        raise getattr(errors, kind, HeteroError)(value)
-    return dict(value)
+    for kind, text in (refused for _, refused in told if refused[0]):
+        raise getattr(errors, kind, HeteroError)(text)
+    return [value for values, _ in told for value in values]

@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfMemoryBudgetError
+from lightning_hetero.errors import ConfigError, HeteroError, OffloadedAccessError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EmulatedDevice, EngineOp
 from lightning_hetero.optim.adam import MASTERED
@@ -412,6 +412,15 @@ def goes_apart(out: Path) -> None:
         print(str(error))
         os._exit(0)
     raise AssertionError("nothing failed")
+
+
+def is_refused(out: Path) -> None:
+    """A Trainer of two ranks on each of two nodes, which have others."""
+    strategy = HeteroOffloadStrategy("host", block_cls="Layer")
+    run = pl.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, default_root_dir=out, logger=False)
+    with pytest.raises(ConfigError) as refused:
+        run.fit(model(), batches())
+    print(refused.value)
 
 
 def run_scenarios(known: Mapping[str, Any], *, poison: bool = WORLD == 3) -> None:

@@ -116,13 +116,13 @@ class Tells(pl.Callback):
 
 def train(
     out: Path, rank: int, plan: Any, *, resume: bool, store: bool = True, steps: int = STEPS, more: Sequence[pl.Callback] = (),
-    **options: Any,
+    place: str = "store", **options: Any,
 ) -> None:  # fmt: skip
-    """What a rank does."""
+    """What a rank does; ``place``: the disk of its node."""
     torch.manual_seed(5)
     model = Model()
     torch.manual_seed(11 + rank)
-    disks = [out / "store", *([out / "more"] if out.name in STRIPED else [])]
+    disks = [out / place, *([out / "more"] if out.name in STRIPED else [])]
     disk: dict[str, Any] = {"disk_path": disks} if store else {}
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk, **options)
     trainer = shared_model.trainer(
@@ -133,19 +133,19 @@ def train(
     data = torch.randint(0, 13, (BATCHES * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
     loader = DataLoader(data, 2, shuffle=True, generator=generator)
     try:
-        trainer.fit(model, loader, ckpt_path=out / "store" if resume else None)
+        trainer.fit(model, loader, ckpt_path=out / place if resume else None)
     finally:
         (out / f"losses-{rank}").write_text(json.dumps({str(k): v for k, v in model.told.items()}))
     trainer.save_checkpoint(out / "end.ckpt", weights_only=False)
 
 
-def run(world: int, call: Callable[[int], None], kill: Kill | None = None) -> list[int]:
+def run(world: int, call: Callable[[int], None], kill: Kill | None = None, *, nodes: int = 1) -> list[int]:
     """Forks the ranks, and waits for all of them; their statuses as ``os.waitpid`` has them."""
     port, children = str(free_port()), []
     for rank in range(world):
         child = os.fork()
         if child == 0:
-            _be(rank, world, port, call, kill)
+            _be(rank, world, port, call, kill, world // nodes)
         children.append(child)
     ends, found = time.monotonic() + PATIENCE_S, dict[int, int]()
     while len(found) < world:
@@ -161,13 +161,12 @@ def run(world: int, call: Callable[[int], None], kill: Kill | None = None) -> li
     return [found[child] for child in children]
 
 
-def _be(rank: int, world: int, port: str, call: Callable[[int], None], kill: Kill | None) -> None:
+def _be(rank: int, world: int, port: str, call: Callable[[int], None], kill: Kill | None, shards: int) -> None:
     code = 1
     try:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": "0"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        shared_model.WORLD = shared_model.SHARDS = world
-        shared_model.RANK = rank
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "NODE_RANK": str(rank // shards)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % shards), "GLOO_SOCKET_IFNAME": "lo"}
+        shared_model.WORLD, shared_model.RANK, shared_model.SHARDS = world, rank, shards
         torch.set_num_threads(1)
         if kill is not None and kill.rank in (rank, -1):
             _arm(kill)

@@ -98,6 +98,32 @@ def test_a_set_counts_once_each_of_its_stores_has_a_record():
     assert common_step([*before, *after[:2], replace(after[2], numbers=(7,))]).set_id == "b"
 
 
+def of_nodes(rank, *numbers, **more):
+    return RankStore(**{"set_id": "a", "set_number": 1, "ranks": 4, "rank": rank, "numbers": numbers, "nodes": 2} | more)
+
+
+def test_the_stores_of_one_node_are_enough_to_go_on_from():
+    assert common_step([of_nodes(2, 4, 5), of_nodes(3, 3, 4), of_nodes(0, 5)]) == CommonStep(
+        set_id="a", set_number=1, ranks=4, number=4, taken_back=frozenset({2}), nodes=2, is_whole=False
+    )
+    with pytest.raises(ConfigError, match=r"of a run on 4 ranks the stores of ranks 1, 2 are missing"):
+        common_step([of_nodes(0, 5), of_nodes(3, 5)])
+
+
+def test_of_all_nodes_the_step_that_all_hold_counts():
+    found = common_step([of_nodes(rank, 4, 5) for rank in (0, 1, 2)] + [of_nodes(3, 3, 4)])
+    assert (found.number, found.taken_back, found.is_whole) == (4, frozenset({0, 1, 2}), True)
+    with pytest.raises(StoreCorruptError, match=r"rank 0 of 4 has recorded commit 9, another rank only 6"):
+        common_step([of_nodes(0, 8, 9), of_nodes(1, 8, 9), of_nodes(2, 5, 6), of_nodes(3, 5, 6)])
+
+
+def test_a_set_that_one_node_has_made_does_not_count_before_that_of_all():
+    before = [store(rank, 7) for rank in range(2)]
+    after = [of_nodes(rank, *[7] * (rank < 2), set_id="b", set_number=2) for rank in range(4)]
+    assert common_step([*before, *after]).set_id == "a"
+    assert common_step(after).set_id == "b"
+
+
 def test_a_missing_store_is_named():
     with pytest.raises(ConfigError, match=r"of a run on 4 ranks the stores of ranks 1, 3 are missing"):
         common_step([store(0, 5, ranks=4), store(2, 5, ranks=4)])

@@ -38,7 +38,7 @@ from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, disk_error
 
 PREFIX = "lightning-hetero-"
 STATE_FILE = re.compile(r"state-[0-9a-f]{32}")
-OF_RANK = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")  # the directory of one store of a set
+OF_RANK = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})(-on-[0-9]{1,6}-nodes)?")  # the directory of one store of a set
 
 # Without MANIFEST itself, which goes last.
 _OURS = re.compile(rf"COMMIT|block-[0-9]{{5,}}\.[ab](\.new)?|{STATE_FILE.pattern}|MANIFEST\.[0-9a-f]{{32}}")

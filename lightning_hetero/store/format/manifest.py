@@ -48,12 +48,24 @@ class Member:
         set_number: Counts the sets of a run.
         ranks: How many stores the set has.
         rank: The place of this one among them.
+        nodes: How many times the set has the model: the stores of each node have all of it.
     """
 
     set_id: str
     set_number: int
     ranks: int
     rank: int
+    nodes: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Into how many slices the model is cut."""
+        return self.ranks // self.nodes
+
+    @property
+    def shard(self) -> int:
+        """The slice that this store has."""
+        return self.rank % self.shards
 
 
 def member_of(path: Path, manifest: Mapping[str, Any]) -> Member:
@@ -65,12 +77,14 @@ def member_of(path: Path, manifest: Mapping[str, Any]) -> Member:
     row = manifest.get("set")
     if row is None:
         return Member(set_id=identity_of(path, manifest).hex, set_number=0, ranks=1, rank=0)
-    if isinstance(row, dict) and row.keys() == {"id", "number", "ranks", "rank"}:
-        name, number, ranks, rank = row["id"], row["number"], row["ranks"], row["rank"]
-        counts = all(type(value) is int and 0 <= value < _SET_MAX for value in (number, ranks, rank))
-        if isinstance(name, str) and _ID.fullmatch(name) and counts and rank < ranks:
-            return Member(set_id=name, set_number=number, ranks=ranks, rank=rank)
-    raise ConfigError(f"{str(path / MANIFEST)!r} has set {row!r}; allowed: an id, a number, and a rank of ranks.")
+    if isinstance(row, dict) and row.keys() - {"nodes"} == {"id", "number", "ranks", "rank"}:
+        name, number, ranks, rank, nodes = row["id"], row["number"], row["ranks"], row["rank"], row.get("nodes", 1)
+        counts = all(type(value) is int and 0 <= value < _SET_MAX for value in (number, ranks, rank, nodes))
+        if isinstance(name, str) and _ID.fullmatch(name) and counts and rank < ranks and nodes and not ranks % nodes:
+            return Member(set_id=name, set_number=number, ranks=ranks, rank=rank, nodes=nodes)
+    raise ConfigError(
+        f"{str(path / MANIFEST)!r} has set {row!r}; allowed: an id, a number, and a rank of ranks, which may be on several nodes."
+    )
 
 
 def _fingerprint(geometry: dict[str, Any]) -> str:
@@ -244,7 +258,8 @@ def write_manifest(
     if origin is not None:
         manifest["origin"] = origin
     if member is not None:
-        manifest["set"] = {"id": member.set_id, "number": member.set_number, "ranks": member.ranks, "rank": member.rank}
+        place = {"id": member.set_id, "number": member.set_number, "ranks": member.ranks, "rank": member.rank}
+        manifest["set"] = place if member.nodes == 1 else {**place, "nodes": member.nodes}
     if stripes:
         manifest["stripes"] = list(map(os.fspath, stripes))
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one

@@ -1,20 +1,22 @@
 """Sets of stores: those that the ranks of a run have made together, below one directory.
 
-Rank ``r`` of ``n`` has the store ``rank-r-of-n`` in it. A run of one process has its store in the
-directory itself, as a set of one. Which set counts and at which step its ranks go on is decided in
-``store.common_steps``; here it is read and written.
+Rank ``r`` of ``n`` has the store ``rank-r-of-n`` in it, or ``rank-r-of-n-on-m-nodes`` if they are
+on ``m`` nodes, which may have the same directory or a disk each. A run of one process has its store
+in the directory itself, as a set of one. Which set counts and at which step its ranks go on is
+decided in ``store.common_steps``; here it is read and written.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step
+from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step, has_all_of
 from lightning_hetero.store.format.audit import StoreFiles, repeat_record
 from lightning_hetero.store.format.directory import OF_RANK, remove_store
 from lightning_hetero.store.format.manifest import MANIFEST, Member, member_of
@@ -22,9 +24,9 @@ from lightning_hetero.store.format.pins import unpin
 from lightning_hetero.store.format.stored_model import last_kept
 
 
-def place_of(root: Path, rank: int, ranks: int) -> Path:
+def place_of(root: Path, rank: int, ranks: int, nodes: int = 1) -> Path:
     """Where a rank has its store."""
-    return root if ranks == 1 else root / f"rank-{rank}-of-{ranks}"
+    return root if ranks == 1 else root / f"rank-{rank}-of-{ranks}{'' if nodes == 1 else f'-on-{nodes}-nodes'}"
 
 
 def root_of(place: Path, ranks: int) -> Path:
@@ -38,6 +40,20 @@ def stores_in(root: Path) -> list[Path]:
         return []
     places = [root, *(entry for entry in sorted(root.iterdir()) if OF_RANK.fullmatch(entry.name) and not entry.is_symlink())]
     return [place for place in places if (place / MANIFEST).is_file()]
+
+
+def members_in(root: Path) -> dict[tuple[str, int], Path]:
+    """The stores of a directory by set and rank.
+
+    Raises:
+        ConfigError: One of them is none of ours.
+    """
+    found = {}
+    for path in stores_in(root):
+        with StoreFiles(path, locks=False) as store:
+            member = member_of(path, store.manifest)
+        found[member.set_id, member.rank] = path
+    return found
 
 
 def has_ranks(root: Path) -> bool:
@@ -71,7 +87,7 @@ class Stores:
 
     Args:
         root: The directory.
-        locks: Lock them; false if another rank has done so.
+        owned: Those that are locked, and may be removed; ``None``: all. Another rank has the rest.
 
     Attributes:
         all: Each store, and its place in its set.
@@ -81,14 +97,15 @@ class Stores:
         StoreBusyError: A living process uses one of them.
     """
 
-    def __init__(self, root: Path, *, locks: bool = True) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, owned: Collection[Path] | None = None) -> None:
+        self.root, places = root, stores_in(root)
+        self.owned = places if owned is None else owned
         self._opened = ExitStack()
         self.all: list[tuple[Member, StoreFiles]] = []
         with ExitStack() as undo:
             undo.callback(self._opened.close)
-            for path in stores_in(root):
-                store = self._opened.enter_context(StoreFiles(path, locks=locks))
+            for path in places:
+                store = self._opened.enter_context(StoreFiles(path, locks=path in self.owned))
                 self.all.append((member_of(path, store.manifest), store))
             undo.pop_all()
 
@@ -104,39 +121,56 @@ class Stores:
 
     def common(self) -> CommonStep | None:
         """The step from which a run goes on; see :func:`common_step`."""
-        return common_step(
+        return common_step(self.rows())
+
+    def rows(self) -> list[RankStore]:
+        """What each store says of itself."""
+        return [
             RankStore(
-                set_id=m.set_id, set_number=m.set_number, ranks=m.ranks, rank=m.rank,
+                set_id=m.set_id, set_number=m.set_number, ranks=m.ranks, rank=m.rank, nodes=m.nodes,
                 numbers=tuple(record.step for record in store.records),
             )
             for m, store in self.all
-        )  # fmt: skip
+        ]  # fmt: skip
 
-    def at(self, step: CommonStep) -> list[StoreFiles]:
-        """The stores of a step by rank. Their ``record`` is that of the step, or they are pins.
+    def of_set(self, step: CommonStep) -> list[StoreFiles]:
+        """The stores of a step's set by rank, those that have the step.
 
-        They are pins if the record is not that of a kept step.
+        Their ``record`` is that of the step. If that is not of a kept step, they are pins.
         """
         found = {}
         for member, store in self.all:
-            if member.set_id == step.set_id:
-                store.record = next(record for record in reversed(store.records) if record.step == step.number)
+            records = [record for record in store.records if record.step == step.number]
+            if member.set_id == step.set_id and records:
+                store.record = records[-1]
                 found[member.rank] = last_kept(store, self._opened)
         return [store for _, store in sorted(found.items())]
 
-    def places(self, step: CommonStep) -> list[Path]:
-        """The directories of the stores of a step's set."""
-        return [store.path for member, store in self.all if member.set_id == step.set_id]
+    def at(self, step: CommonStep, node: int = 0) -> list[StoreFiles]:
+        """The same of one node that has all of the model: ``node``, or the first one that has.
 
-    @property
-    def next_number(self) -> int:
-        """The number of the next set."""
-        return max((member.set_number for member, _ in self.all), default=-1) + 1
+        Raises:
+            ConfigError: Of no node all stores are here.
+        """
+        rows = [row for row in self.rows() if row.set_id == step.set_id and step.number in row.numbers]
+        nodes = [other for other in range(step.nodes) if has_all_of(other, rows)]
+        if not nodes:
+            raise ConfigError(
+                f"{str(self.root)!r} does not have the step from which the other nodes go on. Copy the directory of one of them "
+                f"here."
+            )
+        chosen = node if node in nodes else nodes[0]
+        ranks = sorted((row.rank, row.node) for row in rows)
+        return [store for store, (_, other) in zip(self.of_set(step), ranks, strict=True) if other == chosen]
+
+    def places(self, step: CommonStep) -> list[Path]:
+        """The directories of the stores of a step's set which this process may remove."""
+        return [store.path for member, store in self.all if member.set_id == step.set_id and store.path in self.owned]
 
     def remove_but(self, set_id: str = "", *, root: bool = True) -> None:
         """Removes the stores of other sets; ``root``: also the one that is no rank's."""
         for member, store in self.all:
-            if member.set_id != set_id and (root or store.path != self.root):
+            if store.path in self.owned and member.set_id != set_id and (root or store.path != self.root):
                 remove(store.path, self.root)
 
 

@@ -109,7 +109,8 @@ def stored_parts(stores: Sequence[StoreFiles]) -> list[StoredPart]:
     """The parts of the model in a set of stores, in the order of their records.
 
     Args:
-        stores: All stores of the set by rank, each at the record that counts.
+        stores: All stores of the set or of one of its nodes by rank, each at the record that
+            counts.
 
     Raises:
         ConfigError: A record cannot be read, or the stores are of other models.
@@ -121,7 +122,7 @@ def stored_parts(stores: Sequence[StoreFiles]) -> list[StoredPart]:
     names = layout["parts"]
     for rank, store in enumerate(stores):
         member = member_of(store.path, store.manifest)
-        if (member.rank, member.ranks) != (rank, len(stores)):
+        if (member.shard, member.shards) != (rank, len(stores)):
             raise ConfigError(
                 f"store {str(store.path)!r} is that of rank {member.rank} of {member.ranks}, and has slices of the model. Give the "
                 f"directory above, where all of them are."

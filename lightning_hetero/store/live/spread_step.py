@@ -37,6 +37,7 @@ class SpreadStep:
         stores: The stores at ``disk_path``, opened.
         step: The step.
         rank: The place of this process among those that go on.
+        node: Its node, whose own stores are read where they are there.
 
     Attributes:
         record: What the step's record says in the store whose training state this rank goes on
@@ -45,10 +46,10 @@ class SpreadStep:
         layout: How the parts are laid out, as for a manifest.
     """
 
-    def __init__(self, stores: Stores, step: CommonStep, rank: int) -> None:
+    def __init__(self, stores: Stores, step: CommonStep, rank: int, node: int = 0) -> None:
         self._stores, self._places = stores, stores.places(step)
-        found = stores.at(step)
-        self._parts: Sequence[StoredPart] = stored_parts(found)
+        self._parts: Sequence[StoredPart] = stored_parts(stores.at(step, node))
+        found = stores.of_set(step)
         own = found[rank % len(found)]
         self.record, self.path, self.layout = record_of(own), own.path, layout_of(own.path, own.manifest)
         if any(entry.blobs for entry in self.record.parts):
