@@ -19,6 +19,7 @@ import pytest
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreBusyError, StoreError
 from lightning_hetero.store.format import directory as module
 from lightning_hetero.store.format.directory import StoreDirectory
+from lightning_hetero.store.format.places import make_private
 from lightning_hetero.store.volume import Volume
 
 MODEL: dict[str, Any] = {"optimizer": "AdamW", "blocks": [{"name": "layers.0", "shapes": [[4, 4]], "dtype": "float32"}]}
@@ -68,6 +69,20 @@ def test_privacy_does_not_depend_on_the_umask(root: Path) -> None:
         os.umask(before)
     assert (_mode(store.path), _mode(store.path / "MANIFEST")) == (0o700, 0o600)
     store.close()
+
+
+def test_ranks_may_make_the_same_directory_at_the_same_time(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = os.mkdir
+
+    def late(path: Path, mode: int) -> None:
+        make(path, mode)  # another rank's
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    assert not make_private(root / "deep" / "disk")
+    monkeypatch.undo()
+    assert (root / "deep" / "disk").is_dir()
+    assert make_private(root / "deep" / "other")
 
 
 def test_the_users_directory_stays_and_can_be_used_again(root: Path) -> None:

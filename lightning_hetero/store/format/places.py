@@ -45,19 +45,18 @@ class DiskLimits:
 
 
 def make_private(path: Path) -> bool:
-    """Makes the directory, and those above it, 0700; returns whether it was missing.
+    """Makes the directory, and those above it, 0700; returns whether this call has made it.
 
     Raises:
         ConfigError: Something else is there.
     """
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        for parent in [p for p in reversed(path.parents) if not p.exists()]:
+    if not os.path.lexists(path):
+        for place in [*(p for p in reversed(path.parents) if not p.exists()), path]:
             with contextlib.suppress(FileExistsError):  # another rank has made it meanwhile
-                _mkdir(parent)
-        _mkdir(path)
-        return True
+                _mkdir(place)
+                if place == path:
+                    return True
+    mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode):
         got = "a symbolic link" if stat.S_ISLNK(mode) else "not a directory"
         raise ConfigError(f"disk_path {str(path)!r} is {got}; allowed: a directory, or a path where one can be made.")
