@@ -22,7 +22,7 @@ from lightning_hetero.store.common_steps import RankStore, common_step
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.earlier_runs import make_way
 from lightning_hetero.store.format.manifest import MANIFEST, Member
-from lightning_hetero.store.format.sets import Stores, members_in, take_back
+from lightning_hetero.store.format.sets import Stores, members_in, remove_but, take_back
 from lightning_hetero.store.live.blocks import Slice
 from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.untyped import Options
@@ -95,8 +95,7 @@ def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[Spr
                 f"of {step.nodes} nodes that hold the model, one does not have its stores below {str(root)!r}. Go on with another "
                 f"number of nodes, such as num_nodes=1 on one that has them, and with {step.nodes} nodes later."
             )
-        with Stores(root, owned=owned) as stores:
-            stores.remove_but(step.set_id)
+        remove_but(step.set_id, owned, root)
         return True
 
     _of_each(collectives, clear)

@@ -52,7 +52,7 @@ def make_way(path: Path, *, new_run: bool, source: Path | None = None, keeps_own
                 raise refusal(path, kept, source)
             log.warning("disk_path %r held %s. It has been put aside: %r.", str(path), kept, str(_put_aside(path)))
         else:
-            stores.remove_but(root=source is not None or not keeps_own)
+            stores.remove_all(root=source is not None or not keeps_own)
 
 
 def _kept_in(stores: Stores) -> str:

@@ -167,10 +167,10 @@ class Stores:
         """The directories of the stores of a step's set which this process may remove."""
         return [store.path for member, store in self.all if member.set_id == step.set_id and store.path in self.owned]
 
-    def remove_but(self, set_id: str = "", *, root: bool = True) -> None:
-        """Removes the stores of other sets; ``root``: also the one that is no rank's."""
-        for member, store in self.all:
-            if store.path in self.owned and member.set_id != set_id and (root or store.path != self.root):
+    def remove_all(self, *, root: bool) -> None:
+        """Removes all stores; ``root``: also the one that is no rank's."""
+        for _, store in self.all:
+            if root or store.path != self.root:
                 remove(store.path, self.root)
 
 
@@ -180,6 +180,21 @@ def remove(path: Path, root: Path) -> None:
     remove_store(path)
     if path != root:
         os.rmdir(path)
+
+
+def remove_but(set_id: str, owned: Collection[Path], root: Path) -> None:
+    """Removes those stores that belong to other sets.
+
+    It opens no other store, since another rank may be removing that one.
+
+    Raises:
+        ConfigError: One of them cannot be read.
+        StoreBusyError: A living process uses one of them.
+    """
+    for path in sorted(owned):
+        with StoreFiles(path) as store:
+            if member_of(path, store.manifest).set_id != set_id:
+                remove(path, root)
 
 
 def take_back(store: StoreFiles, number: int) -> None:
