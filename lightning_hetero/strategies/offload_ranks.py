@@ -153,9 +153,19 @@ class HeteroOffloadRanks(_Base):
         """Refuses what several ranks do not have yet.
 
         Raises:
+            ConfigError: Ranks have no device each, or torchrun has started other ones here than
+                ``devices``. Without this each of them would wait for ranks that never come.
             UnsupportedError: Names the option and what is allowed.
         """
         choices, number = self.run.choices, self.num_processes
+        started = os.environ.get("LOCAL_WORLD_SIZE", number)
+        if isinstance(self.cluster_environment, lightning_of(self).fabric("plugins.environments").TorchElasticEnvironment) and (
+            int(started) != number
+        ):
+            raise ConfigError(
+                f"torchrun has started {started} ranks on this node, and devices={number}. Start equally many on each node: "
+                f"torchrun --nnodes={self.num_nodes} --nproc-per-node={number}."
+            )
         devices = self.parallel_devices or []
         for device in devices:
             check_kind(device, self.accelerator, self.strategy_name)

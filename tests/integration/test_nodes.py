@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 from support import ranks
 from support.children import report_of
+
+from lightning_hetero.errors import ConfigError
 
 SCRIPT = Path(ranks.__file__).with_name("shared_model.py")
 
@@ -17,9 +20,18 @@ def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 4
 
 
-def test_nodes_with_other_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
-    for output in ranks.start(SCRIPT, tmp_path, "is_refused", cwd=tmp_path, world=4, nodes="abbb"):
-        assert "rank 0: node 0, place 0, rank 1: node 1, place 0, rank 2: node 1, place 1" in output
+@pytest.mark.parametrize("started", ["1", "3"])
+def test_nodes_with_other_numbers_of_ranks_are_refused_before_they_wait(started: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "4", "RANK": started, "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": started}
+    for name, value in (env | {"LOCAL_RANK": str(int(started) - 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"torchrun has started {started} ranks on this node, and devices=2"):
+        pl.Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="hetero_offload", logger=False)
+
+
+def test_nodes_whose_ranks_are_in_another_order_are_refused(tmp_path: Path) -> None:
+    for output in ranks.start(SCRIPT, tmp_path, "is_refused", cwd=tmp_path, world=4, nodes="abab"):
+        assert "rank 0: node 0, place 0, rank 1: node 1, place 0, rank 2: node 0, place 1" in output
 
 
 def test_steps_of_two_nodes_survive_kills_and_go_on_with_other_numbers(tmp_path_factory: pytest.TempPathFactory) -> None:
