@@ -55,7 +55,7 @@ _Value = TypeVar("_Value")
 _WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE", "READ")
 _FLAGS = 3
 _AHEAD = 8  # ops for which ranks meet at once, at most
-_PIECE_ELEMENTS = 1 << 18  # whose sum is in memory in float64 at a time: 2 MiB
+_PIECE_ELEMENTS = 1 << 16  # whose sum is in memory in float64 at a time: 512 KiB
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the older name
 
 

@@ -11,8 +11,8 @@ from lightning_hetero.ir.model import ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.units import MIB
 
-EXCHANGE_BYTES = 8 * MIB
-"""Gradients that a rank sends in one transfer; it receives as many."""
+EXCHANGE_BYTES = 2 * MIB
+"""Gradients that a rank sends in one transfer; it receives as many. Every rank has both buffers."""
 
 
 def whole_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
