@@ -3,20 +3,30 @@
 All train the same GPT-2 in ``32-true`` over gloo on this machine, and have the loopback device for
 themselves. ``--parts`` chooses what is measured:
 
-* ``memory``: what all ranks hold together, while they train. RAM is the sum of their proportional
-  set sizes, in which a page that several processes map counts once, less what the processes have
-  before there is a model (plan ``host``). Disk is what the files of their stores take (plan
-  ``disk``). ``state_bytes_vs_one_process`` are the ratios to one process; ``per_rank_bytes`` is the
-  RAM that each further rank adds; ``copies_vs_one_process`` (with ``--copies``) is that of
-  Lightning's ``ddp``.
+* ``memory``: what all ranks hold together while they train, and what one process holds that has
+  the same budget (``--headroom`` times 12 bytes a parameter) and trains the same global batch. RAM
+  is the sum of their proportional set sizes, in which a page that several processes map counts
+  once, less what the processes have before there is a model (plan ``host``). Disk is what the files
+  of their stores take (plan ``disk``). ``state_bytes_vs_one_process`` are the ratios to that
+  process, and ``per_rank_bytes`` is the RAM that each further rank adds.
+  ``ram_vs_one_process_with_a_ranks_batch`` compares with a process that has the batch of one rank
+  alone, so activations of N batches with those of one. ``copies_vs_one_process`` (``--copies``) is
+  that of Lightning's ``ddp``.
+* ``large``: a budget for all ranks together (``--host-memory``), kept in every phase of a fit that
+  plans by itself, or has ``--large-plan disk``, and ends with a checkpoint; see
+  ``rank_memory.within_budget``. The model is GPT-2 with ``--large-layers`` layers of width
+  ``--large-width``; by default it has 1.3 billion parameters. It is measured only if it is asked
+  for.
 * ``step``: ours (plan ``host``) and FSDP2 with parameters, gradients and optimizer state offloaded
   to the CPU train in turns, on the same batches. ``step_vs_fsdp2`` is the ratio of the medians;
   ``wire_bytes_per_parameter`` what the loopback device moves in a step for each parameter, with the
   headers of packets; ``loss_difference`` the largest relative one of a step's losses.
 * ``paced``: linear layers take a set time (``paced.py``), so that ranks compute at the same speed
   however many processors there are. ``speedup_over_one_rank`` is that of the same global batch
-  while compute is the limit. In ``overlap`` compute and network have comparable set times: a step
-  relative to the busiest of its lanes, which all overlap if it is 1.
+  while compute is the limit. In ``overlap`` the network has a set time too, which is ``--network``
+  times that of compute: ``step_vs_busiest`` is a step relative to the busiest of its lanes, which
+  all overlap if it is 1; ``step_vs_in_order`` and ``step_vs_any_order`` are relative to the
+  shortest step that an order of gradients allows (``shortest_steps``).
 
 Prints one line of JSON last. A figure that could not be measured is ``null``; a line before says
 why.
@@ -24,6 +34,7 @@ why.
     python benchmarks/sharding.py --dir DIR --parts memory --ranks 2 4 --copies
     python benchmarks/sharding.py --dir DIR --parts step --ranks 2 4
     python benchmarks/sharding.py --dir DIR --parts paced --ranks 2 4
+    python benchmarks/sharding.py --dir DIR --parts large --ranks 4 --host-memory 8GiB
 """
 
 from __future__ import annotations
@@ -32,11 +43,9 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +55,9 @@ import torch.distributed as dist
 from contestants import Baton, interval, settle
 from gpt2 import GPT2, SIZES, Layer, RandomTokens, Size, Transformer, fit, make_trainer, num_params
 from paced import PacedGPT2
-from rank_groups import Group, has_own_network, join_as, loopback_bytes
-from scratch import free_port, process_context, scratch
+from rank_groups import Group, has_own_network, loopback_bytes
+from rank_memory import Fit, compare, ratio, within_budget
+from scratch import scratch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -55,9 +65,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.lanes.network import ENVIRONMENT
+from lightning_hetero.units import parse_bytes
 
 WARM = 2  # batches before memory counts
-SAMPLE_S = 0.02
+MEASURED = 4  # batches before there is a plan
 PARTS = ("memory", "step", "paced")
 
 
@@ -80,119 +91,6 @@ class Work:
     steps: int
     directory: Path
     flop_per_s: float | None = None
-
-
-# ---- what is held ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """The most that the ranks of a fit have together, in bytes."""
-
-    ram: int
-    disk: int
-
-
-def pss_bytes(pid: int) -> int:
-    """A process's proportional set size."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-
-
-def file_bytes(directory: Path) -> int:
-    """What the files below a directory take on the disk."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
-
-
-class Tells(pl.Callback):
-    """Tells the benchmark when memory begins to count, and when it has counted enough."""
-
-    def __init__(self, channel: Connection, steps: int) -> None:
-        self._channel, self._last = channel, WARM + steps
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 in (WARM, self._last):
-            self._channel.send(batch_idx)
-        if batch_idx + 1 == self._last:
-            self._channel.recv()  # until its files have been counted
-
-
-def train_and_tell(channel: Connection, rank: int, ranks: int, port: int, work: Work, plan: str, store: Path | None) -> None:
-    """One rank: tells its memory before there is a model, then when to count, and when to end."""
-    if ranks > 1:
-        join_as(rank, ranks, port)
-    channel.send(pss_bytes(os.getpid()))
-    copies = plan == "ddp"
-    strategy: Any = plan if copies else HeteroOffloadStrategy(plan, block_cls=Layer, disk_path=store)
-    told = Tells(channel, work.steps)
-    trainer = make_trainer(strategy=strategy, devices=ranks, max_steps=WARM + work.steps, callbacks=[told])
-    fit(trainer, GPT2(work.size, meta=not copies), batch=work.batch, length=work.seq, seed=rank)
-    channel.close()
-
-
-def held(ranks: int, work: Work, plan: str) -> Held | None:
-    """What the ranks of a fit hold; ``None`` if a rank has ended with an error."""
-    context, port, channels, processes = process_context(), free_port(), [], []
-    store = work.directory / "store" if plan == "disk" else None
-    for rank in range(ranks):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=train_and_tell, args=(theirs, rank, ranks, port, work, plan, store)))
-        processes[-1].start()
-        theirs.close()
-        channels.append(ours)
-    try:
-        before = [channel.recv() for channel in channels]
-        for channel in channels:
-            channel.recv()  # all of them train
-        most = 0
-        while not any(channel.poll() for channel in channels):
-            most = max(most, sum(pss_bytes(process.pid) for process in processes))
-            time.sleep(SAMPLE_S)
-        for channel in channels:
-            channel.recv()  # none trains any more
-        found = Held(ram=most - sum(before), disk=file_bytes(work.directory))
-        for channel in channels:
-            channel.send(None)
-        for process in processes:
-            process.join()
-    except EOFError:
-        print(f"plan {plan!r} on {ranks} ranks cannot be measured: see the error above", flush=True)
-        return None
-    else:
-        return found
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def measure_memory(ranks: list[int], work: Work, copies: bool) -> dict[str, Any]:
-    """Memory of each number of ranks beside that of one process."""
-    one, rows = measure_held(1, work), dict[str, Any]()
-    for number in ranks:
-        several = measure_held(number, work)
-        copied = held(number, work, "ddp") if copies else None
-        rows[str(number)] = several | {
-            "state_bytes_vs_one_process": {kind: ratio(several[f"{kind}_bytes"], one[f"{kind}_bytes"]) for kind in ("ram", "disk")},
-            "per_rank_bytes": several["ram_bytes"]
-            and one["ram_bytes"]
-            and (several["ram_bytes"] - one["ram_bytes"]) // (number - 1),
-            "copies_vs_one_process": ratio(copied and copied.ram, one["ram_bytes"]),
-        }
-        print(f"{number} ranks: {rows[str(number)]}", flush=True)
-    return one | {"ranks": rows}
-
-
-def measure_held(ranks: int, work: Work) -> dict[str, int | None]:
-    """RAM under plan ``host`` and disk under plan ``disk``."""
-    folder = work.directory / f"ranks-{ranks}"
-    folder.mkdir()
-    in_memory, on_disk = held(ranks, work, "host"), held(ranks, replace(work, directory=folder), "disk")
-    return {"ram_bytes": in_memory and in_memory.ram, "disk_bytes": on_disk and on_disk.disk}
-
-
-def ratio(one: float | None, other: float | None) -> float | None:
-    """Rounded, for people; ``None`` if one of them is not known."""
-    return round(one / other, 3) if one and other else None
 
 
 # ---- how long a step takes ---------------------------------------------------------------------
@@ -310,30 +208,53 @@ def compute_s(work: Work, flop_per_s: float) -> float:
     return 3 * 24 * work.batch * work.seq * work.size.width**2 * work.size.layers / flop_per_s
 
 
-def measure_paced(number: int, work: Work, step_s: float) -> dict[str, Any]:
-    """One rank and several with the same global batch, of which one rank computes ``step_s``.
+def shortest_steps(blocks: int, compute_s: float, network_s: float) -> dict[str, float]:
+    """The shortest step of equal blocks, whose backward takes twice the time of forward.
 
-    And several whose network sends a rank's gradients in the time of its compute.
+    ``in_order``: the network takes gradients as backward makes them. It is idle in forward, and the
+    next forward begins when the first block, whose gradients come last, has been reduced.
+    ``any_order``: gradients may wait whole, so those of the last blocks are reduced while the next
+    forward runs. Then two waits are left: compute has nothing to do while the first block is
+    reduced, and the network none while the last block computes.
     """
+    forward_s, block_s = compute_s / (3 * blocks), network_s / blocks
+    end_s = blocks * forward_s
+    for number in range(blocks):
+        end_s = max(end_s, blocks * forward_s + (number + 1) * 2 * forward_s) + block_s
+    return {"in_order": end_s, "any_order": max(compute_s + block_s, network_s + 3 * forward_s)}
+
+
+def measure_paced(number: int, work: Work, step_s: float, shares: list[float]) -> dict[str, Any]:
+    """One rank and several with the same global batch, of which one rank computes ``step_s``."""
     whole = replace(work, batch=work.batch * number)
     rate = compute_s(whole, 1.0) / step_s
     own = replace(work, flop_per_s=rate)
-    sent = 4 * num_params(work.size) * (1 - 1 / number) / compute_s(work, rate)
-    with (
-        Group(offloaded, 1, replace(whole, flop_per_s=rate)) as one,
-        Group(offloaded, number, own) as several,
-        Group(offloaded, number, own, sent) as slowed,
-    ):
-        alone, together, slow = one.turn(work.steps), several.turn(work.steps), slowed.turn(work.steps)
-        busy = [group.finish() for group in (one, several, slowed)][-1][0]["busy_s"]
-    alone_s, together_s, slow_s = (statistics.median(turn.seconds) for turn in (alone, together, slow))
+    with Group(offloaded, 1, replace(whole, flop_per_s=rate)) as one, Group(offloaded, number, own) as several:
+        alone_s, together_s = (statistics.median(group.turn(work.steps).seconds) for group in (one, several))
+        for group in (one, several):
+            group.finish()
     row = {
         "speedup_over_one_rank": ratio(alone_s, together_s), "one_rank_seconds_per_step": alone_s,
         "seconds_per_step": together_s, "compute_s": compute_s(work, rate),
-        "overlap": ratio(slow_s, max(busy.values())), "slow_network_seconds_per_step": slow_s, "busy_s": busy,
+        "overlap": {str(share): measure_overlap(number, own, share) for share in shares},
     }  # fmt: skip
     print(f"{number} ranks: {row}", flush=True)
     return row
+
+
+def measure_overlap(number: int, work: Work, share: float) -> dict[str, Any]:
+    """Ranks whose network sends a rank's gradients in this share of the time of its compute."""
+    assert work.flop_per_s is not None
+    computes_s = compute_s(work, work.flop_per_s)
+    rate = 4 * num_params(work.size) * (1 - 1 / number) / (share * computes_s)
+    with Group(offloaded, number, work, rate) as ranks:
+        took_s = statistics.median(ranks.turn(work.steps).seconds)
+        busy = ranks.finish()[0]["busy_s"]
+    shortest = shortest_steps(work.size.layers, busy["compute"], busy["net"])
+    return {
+        "seconds_per_step": took_s, "busy_s": busy, "step_vs_busiest": ratio(took_s, max(busy.values())),
+        **{f"step_vs_{order}": ratio(took_s, seconds) for order, seconds in shortest.items()},
+    }  # fmt: skip
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -342,7 +263,7 @@ def measure_paced(number: int, work: Work, step_s: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, required=True, help="where stores go")
-    parser.add_argument("--parts", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--parts", choices=(*PARTS, "large"), nargs="+", default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=512)
@@ -353,6 +274,14 @@ def main() -> None:
     parser.add_argument("--paced-layers", type=int, default=8)
     parser.add_argument("--paced-width", type=int, default=256)
     parser.add_argument("--paced-step", type=float, default=4.0, help="seconds that one rank computes for the global batch")
+    parser.add_argument("--network", type=float, nargs="+", default=[0.5, 0.8, 1.0, 1.4], help="its time relative to compute's")
+    parser.add_argument("--headroom", type=float, default=1.1, help="the budget in the part memory, relative to the state")
+    parser.add_argument(
+        "--host-memory", type=partial(parse_bytes, name="--host-memory"), default="8GiB", help="the budget in the part large"
+    )
+    parser.add_argument("--large-plan", choices=("auto", "disk"), default="auto")
+    parser.add_argument("--large-layers", type=int, default=24)
+    parser.add_argument("--large-width", type=int, default=2048)
     parser.add_argument("--copies", action="store_true", help="also memory of Lightning's ddp")
     args = parser.parse_args()
     if min(args.ranks) < 2:
@@ -365,14 +294,38 @@ def main() -> None:
     with scratch(args.dir) as root:
         work = Work(size=size, batch=args.batch, seq=args.seq, steps=args.steps, directory=root)
         if "memory" in args.parts:
-            result["memory"] = measure_memory(args.ranks, work, args.copies)
+            memory = Fit(
+                size=size, batch=args.batch, seq=args.seq, plan="host", warm=WARM, steps=args.steps, directory=root,
+                host_memory=int(args.headroom * result["state_bytes"]),
+            )  # fmt: skip
+            result["memory"] = {"host_memory_bytes": memory.host_memory, "ranks": {}}
+            for number in args.ranks:
+                with scratch(root) as folder:
+                    row = compare(number, replace(memory, directory=folder), copies=args.copies)
+                result["memory"]["ranks"][str(number)] = row
+                print(f"{number} ranks: {row}", flush=True)
         if "step" in args.parts:
             result["step"] = {str(number): measure_step(number, work, args.rounds, own_network) for number in args.ranks}
         if "paced" in args.parts:
             small = replace(size, layers=args.paced_layers, width=args.paced_width, heads=args.paced_width // 64 or 1)
             paced = replace(work, size=small)
-            result["paced"] = {str(number): measure_paced(number, paced, args.paced_step) for number in args.ranks}
+            result["paced"] = {str(number): measure_paced(number, paced, args.paced_step, args.network) for number in args.ranks}
+        if "large" in args.parts:
+            result["large"] = {str(number): measure_large(number, args, root) for number in args.ranks}
     print(json.dumps(result))
+
+
+def measure_large(number: int, args: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """A budget that is kept in all phases of a fit."""
+    large = replace(SIZES["gpt-1.3b"], layers=args.large_layers, width=args.large_width, heads=args.large_width // 64)
+    with scratch(root) as folder:
+        work = Fit(
+            size=large, batch=args.batch, seq=args.seq, plan=args.large_plan, steps=args.steps, directory=folder,
+            warm=MEASURED if args.large_plan == "auto" else 1, host_memory=args.host_memory, checkpoint=True,
+        )  # fmt: skip
+        row = {"parameters": num_params(large)} | within_budget(number, work)
+    print(f"{number} ranks: {row}", flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import scratch
 from contestants import Baton, Contestant
 from larger_than_ram import check_space
 from scratch import Log
+from sharding import shortest_steps
 from support.machines import HARDWARE
 from support.scripts import output_of, result_of
 
@@ -56,7 +57,8 @@ def test_generation_reads_what_its_plan_says(tmp_path: Path) -> None:
 
 def test_sharding_measures_ranks_beside_one_process_and_fsdp2(tmp_path: Path) -> None:
     small = ("--ranks", "2", "--layers", "2", "--width", "64", "--seq", "8", "--steps", "2", "--rounds", "1")
-    paced = ("--paced-layers", "2", "--paced-width", "64", "--paced-step", "0.1")
+    paced = ("--paced-layers", "2", "--paced-width", "64", "--paced-step", "0.1", "--network", "1")
+    small = (*small, "--headroom", "20")
     result, output = run("sharding.py", *small, *paced, "--dir", tmp_path, cwd=tmp_path)
     memory, step, paced = result["memory"]["ranks"]["2"], result["step"]["2"], result["paced"]["2"]
     assert memory["ram_bytes"] > result["state_bytes"] > 12 * 2 * 12 * 64**2
@@ -66,9 +68,18 @@ def test_sharding_measures_ranks_beside_one_process_and_fsdp2(tmp_path: Path) ->
     if "no network of its own" not in output:
         assert 0 < step["wire_bytes_per_parameter"] <= step["fsdp2_wire_bytes_per_parameter"]
     assert paced["speedup_over_one_rank"] > 0
-    assert paced["overlap"] > 0
-    assert paced["busy_s"]["compute"] > paced["compute_s"], "it takes its time"
+    overlap = paced["overlap"]["1.0"]
+    assert overlap["step_vs_busiest"] > 0
+    assert overlap["step_vs_any_order"] >= overlap["step_vs_in_order"] > 0
+    assert overlap["busy_s"]["compute"] > paced["compute_s"], "it takes its time"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_shortest_steps_follow_from_the_order_of_gradients() -> None:
+    assert shortest_steps(8, 24.0, 0.0) == {"in_order": 24.0, "any_order": 24.0}
+    assert shortest_steps(8, 24.0, 8.0) == {"in_order": 25.0, "any_order": 25.0}, "compute waits for the first block alone"
+    assert shortest_steps(8, 24.0, 24.0) == {"in_order": 34.0, "any_order": 27.0}, "the network is idle in forward"
+    assert shortest_steps(8, 24.0, 80.0) == {"in_order": 90.0, "any_order": 83.0}
 
 
 def test_out_of_core_prints_its_shares(tmp_path: Path) -> None:

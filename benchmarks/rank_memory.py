@@ -1,0 +1,218 @@
+"""The memory of ranks that train together, phase by phase."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from gpt2 import GPT2, Layer, Size, fit, make_trainer
+from rank_groups import join_as
+from scratch import free_port, process_context
+
+from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero.store.capacity import peak_resident_bytes
+
+_REST = 10  # a sample costs the ranks time: so many times as long nothing is sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A fit whose memory counts.
+
+    Attributes:
+        size: The model's size.
+        batch: Sequences of one rank.
+        seq: Their tokens.
+        plan: A plan of ours, or ``"ddp"``.
+        warm: Batches before the phase ``steps``.
+        steps: Those in it.
+        host_memory: The budget of all ranks together.
+        directory: Its files: stores, and a checkpoint.
+        checkpoint: Whether one is written after the fit.
+    """
+
+    size: Size
+    batch: int
+    seq: int
+    plan: str
+    warm: int
+    steps: int
+    host_memory: int | None = None
+    directory: Path
+    checkpoint: bool = False
+
+    @property
+    def store(self) -> Path:
+        """Where what is on disk goes."""
+        return self.directory / "store"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The most that the ranks of a fit have together, in bytes.
+
+    Attributes:
+        before: Proportional set sizes before there is a model.
+        phases: The same in each phase: ``model`` until training begins, ``first_batches``,
+            ``steps``, ``checkpoint``, ``end``.
+        disk: Files of stores during training.
+        peak_rss: Resident memory of the rank that had most, libraries and shared pages included.
+    """
+
+    before: int
+    phases: dict[str, int]
+    disk: int
+    peak_rss: int
+
+    @property
+    def ram(self) -> int:
+        """Of the phase ``steps``, beside what processes have without a model."""
+        return self.phases["steps"] - self.before
+
+
+def pss_bytes(pid: int) -> int:
+    """A process's proportional set size: a page that several processes map counts once."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+
+def file_bytes(directory: Path) -> int:
+    """What the files below a directory take on the disk."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+class _Tells(pl.Callback):
+    """Tells the phases of training."""
+
+    def __init__(self, channel: Connection, warm: int) -> None:
+        self._channel, self._warm = channel, warm
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (0, self._warm):
+            self._channel.send(("first_batches" if batch_idx < self._warm else "steps", 0))
+
+
+def _train(channel: Connection, rank: int, ranks: int, port: int, work: Fit) -> None:
+    if ranks > 1:
+        join_as(rank, ranks, port)
+    channel.send(("model", pss_bytes(os.getpid())))
+    copies = work.plan == "ddp"
+    strategy: Any = work.plan
+    if not copies:
+        store = None if work.plan == "host" else work.store
+        strategy = HeteroOffloadStrategy(work.plan, block_cls=Layer, disk_path=store, host_memory=work.host_memory)
+    told = _Tells(channel, work.warm)
+    trainer = make_trainer(
+        strategy=strategy, devices=ranks, max_steps=work.warm + work.steps, callbacks=[told], default_root_dir=work.directory
+    )
+    fit(trainer, GPT2(work.size, meta=not copies), batch=work.batch, length=work.seq, seed=rank)
+    if work.checkpoint:
+        channel.send(("checkpoint", 0))
+        trainer.save_checkpoint(work.directory / "last.ckpt")
+    channel.send(("end", peak_resident_bytes()))
+    channel.recv()  # until its memory has been counted once more
+
+
+def held(ranks: int, work: Fit) -> Held | None:
+    """What the ranks of a fit hold; ``None`` if a rank has ended with an error."""
+    context, port, channels, processes = process_context(), free_port(), list[Connection](), list[Any]()
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_train, args=(theirs, rank, ranks, port, work)))
+        processes[-1].start()
+        theirs.close()
+        channels.append(ours)
+    try:
+        found = _watch(channels, [process.pid for process in processes], work)
+        for channel in channels:
+            channel.send(None)
+        for process in processes:
+            process.join()
+    except EOFError:
+        print(f"plan {work.plan!r} on {ranks} ranks cannot be measured: see the error above", flush=True)
+        return None
+    else:
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _watch(channels: list[Connection], pids: list[int], work: Fit) -> Held:
+    """Samples until all ranks have told their end. A phase begins when its first rank tells it."""
+    before = [channel.recv()[1] for channel in channels]
+    phase, phases, disk, peaks = "model", dict[str, int](), 0, list[int]()
+    while len(peaks) < len(channels):
+        began_s = time.monotonic()
+        phases[phase] = max(phases.get(phase, 0), sum(map(pss_bytes, pids)))
+        if phase in ("first_batches", "steps"):
+            disk = max(disk, file_bytes(work.store))
+        for channel in wait(channels, timeout=_REST * (time.monotonic() - began_s)):
+            assert isinstance(channel, Connection)
+            phase, peak = channel.recv()
+            peaks += [peak] if phase == "end" else []
+    phases[phase] = max(phases.get(phase, 0), sum(map(pss_bytes, pids)))
+    return Held(before=sum(before), phases=phases, disk=disk, peak_rss=max(peaks))
+
+
+# ---- what is compared --------------------------------------------------------------------------
+
+
+def compare(ranks: int, work: Fit, *, copies: bool) -> dict[str, Any]:
+    """Ranks beside one process that has the same budget and trains the same global batch.
+
+    One process with the batch of one rank shows what a batch adds: activations, which are as many
+    bytes however many processes share them.
+    """
+    whole = replace(work, batch=work.batch * ranks)
+    several, one, smaller = (_both_plans(number, each) for number, each in ((ranks, work), (1, whole), (1, work)))
+    activations = one["ram"] and smaller["ram"] and max(0, (one["ram"] - smaller["ram"]) // (ranks - 1))
+    copied = held(ranks, replace(work, plan="ddp")) if copies else None
+    return {
+        "ram_bytes": several["ram"], "disk_bytes": several["disk"],
+        "one_process": one, "one_process_with_a_ranks_batch": smaller,
+        "state_bytes_vs_one_process": {kind: ratio(several[kind], one[kind]) for kind in several},
+        "ram_vs_one_process_with_a_ranks_batch": ratio(several["ram"], smaller["ram"]),
+        "activation_bytes_of_a_ranks_batch": activations,
+        "per_rank_bytes": several["ram"] and one["ram"] and (several["ram"] - one["ram"]) // (ranks - 1),
+        "copies_vs_one_process": ratio(copied and copied.ram, one["ram"]),
+    }  # fmt: skip
+
+
+def _both_plans(ranks: int, work: Fit) -> dict[str, int | None]:
+    """RAM under plan ``host`` and disk under plan ``disk``."""
+    folder = work.directory / f"ranks-{ranks}-batch-{work.batch}"
+    folder.mkdir()
+    in_memory = held(ranks, work)
+    on_disk = held(ranks, replace(work, plan="disk", directory=folder, host_memory=None))
+    return {"ram": in_memory and in_memory.ram, "disk": on_disk and on_disk.disk}
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Rounded, for people; ``None`` if one of them is not known."""
+    return round(one / other, 3) if one and other else None
+
+
+def within_budget(ranks: int, work: Fit) -> dict[str, Any]:
+    """The ranks' memory in each phase of a fit, beside its bound.
+
+    The bound is the budget, and for each rank the most that one has which trains a single block of
+    width 64.
+    """
+    assert work.host_memory is not None
+    folder = work.directory / "one-block"
+    folder.mkdir()
+    tiny = replace(work.size, layers=1, width=64, heads=1, vocabulary=257)
+    one_block = held(ranks, replace(work, size=tiny, directory=folder))
+    found = held(ranks, work)
+    bound = one_block and work.host_memory + ranks * one_block.peak_rss
+    return {
+        "host_memory_bytes": work.host_memory, "one_block_peak_rss_bytes": one_block and one_block.peak_rss, "bound_bytes": bound,
+        "pss_bytes": found and found.phases, "disk_bytes": found and found.disk, "peak_rss_bytes": found and found.peak_rss,
+        "most_vs_bound": ratio(found and max(found.phases.values()), bound),
+    }  # fmt: skip
