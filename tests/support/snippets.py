@@ -48,6 +48,9 @@ REPLACED = {
     "global_batch_size=512": "global_batch_size=8",
     "class Model(StagedSteps, L.LightningModule)": "class Model(StagedSteps, Staged)",  # what the snippet leaves out of it
     "devices=..., num_nodes=...": "devices=2, num_nodes=1",
+    "devices=4, num_nodes=2": "devices=2, num_nodes=1",  # test_nodes.py has two
+    "/ssd0/": "ssd/0/",
+    "/ssd1/": "ssd/1/",
     "--host-memory 64GiB --disk p5510x4 --planner protrain": "--host-memory 1GiB --disk p5510x4 --planner protrain",
     "lm_head.weight=model.embed_tokens.weight": "head.weight=embed.weight",
     "--preset-model lohan-13b --batch 16 --sequence 1024": "--preset-model gpt2 --batch 1 --sequence 64",

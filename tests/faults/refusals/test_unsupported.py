@@ -34,7 +34,6 @@ class Other(Precision):
         ({"disk_path": "store", "link_checkpoints": True}, {}, ["link_checkpoints=True", "Leave link_checkpoints out"]),
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({}, {"plugins": Other()}, ["precision='other'", "'bf16-mixed'"]),
-        ({}, {"num_nodes": 2}, ["num_nodes=2", "Pass num_nodes=1"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
         ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),
     ],
