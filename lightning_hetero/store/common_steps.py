@@ -165,6 +165,16 @@ def common_step(stores: Iterable[RankStore]) -> CommonStep | None:
     )
 
 
+def has_begun(stores: Sequence[RankStore]) -> bool:
+    """Whether a set may have gone on from the step that it began with.
+
+    A rank has a second record only when all ranks have the first one. Without any second one, and
+    with a first one missing, a kill has ended the set before it counted.
+    """
+    counts = bool(stores) and len(stores) == stores[0].ranks and all(store.numbers for store in stores)
+    return counts or any(len(store.numbers) > 1 for store in stores)
+
+
 def has_all_of(node: int, stores: Iterable[RankStore]) -> bool:
     """Whether all stores of a node are among those of its set."""
     there = [store for store in stores if store.node == node]

@@ -217,7 +217,8 @@ class Checkpoints:
         run = self._run
         store, own, module, precision = Path(path).resolve(), run.options.disk_path, run.module, run.strategy.precision_plugin
         if not lightning_of(module.trainer).is_fit(module.trainer):
-            return resume.read_for_evaluation(store, module, precision, self.opened)
+            stores = rank_stores.last_step(store, run.options.collectives, self.opened)
+            return resume.for_evaluation(store, stores, module, precision, self.opened)
         if own is None:
             raise ConfigError(
                 f"ckpt_path {str(store)!r} is a store, and this run has none of its own to go on in. Pass the same path as "
@@ -225,9 +226,9 @@ class Checkpoints:
             )
         own = own.absolute()
         run.drop_session()  # that of a model left on disk: the store must not be open twice
+        resume.refuse_slice(store)
         if run.options.own.ranks > 1 or has_ranks(store):
             return resume.as_checkpoint(self._of_ranks(store, own), precision)
-        resume.refuse_slice(store)
         if not own.exists() or not store.samefile(own):
             store = self._brought(store, own)
         elif run.options.new_run:
@@ -243,13 +244,8 @@ class Checkpoints:
 
     def _of_ranks(self, store: Path, own: Path) -> State:
         """The training state of what ranks have kept below one directory."""
-        run, root = self._run, rank_stores.root_of(own, self._run.options.own)
-        if not root.exists() or not store.samefile(root):
-            raise ConfigError(
-                f"ckpt_path {str(store)!r} holds, or is for, stores of several ranks, and disk_path is {str(root)!r}. Pass the "
-                f"same path as both: the run goes on there. To keep what is there as it is, copy it before with cp -a."
-            )
-        found = rank_stores.go_on(own, run.options.own, run.options.collectives)
+        run = self._run
+        found = rank_stores.go_on(own, run.options.own, run.options.collectives, store, new_run=run.options.new_run)
         if found is None:
             kept = resume.last_kept(own)
             self.resumed = self._state_of(kept)

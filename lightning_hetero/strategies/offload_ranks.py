@@ -43,7 +43,7 @@ from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
-from lightning_hetero.strategies.resume import State, is_store
+from lightning_hetero.strategies.resume import State
 from lightning_hetero.untyped import Function, Value
 
 if TYPE_CHECKING:
@@ -269,19 +269,6 @@ class HeteroOffloadRanks(_Base):
         reads = self._reads()
         with Offloading.materialize(self, params), nullcontext() if reads is None else reads.by_all():
             yield
-
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> State:
-        """Loads a checkpoint file, or the stores of the ranks; each takes its slices of it.
-
-        Raises:
-            UnsupportedError: An evaluation would read stores.
-        """
-        if is_store(checkpoint_path) and not lightning_of(self).is_fit(self.run.module.trainer):
-            raise self._refusal(
-                f"ckpt_path={str(checkpoint_path)!r}, a store, in an evaluation",
-                "Pass a checkpoint file: `lightning-hetero export` makes one of weights.",
-            )
-        return Offloading.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, State], strict: bool = True) -> None:
         """Gives the model a checkpoint's weights; all ranks call it with the same ones."""

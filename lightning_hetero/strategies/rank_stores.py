@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, TypeVar
 from lightning_hetero import errors
 from lightning_hetero.errors import ConfigError, HeteroError
 from lightning_hetero.runtime.directories import existing
-from lightning_hetero.store.common_steps import RankStore, common_step
+from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step, has_begun
+from lightning_hetero.store.format import sets
 from lightning_hetero.store.format.audit import StoreFiles
-from lightning_hetero.store.format.earlier_runs import make_way
+from lightning_hetero.store.format.earlier_runs import make_way, name_of
 from lightning_hetero.store.format.manifest import MANIFEST, Member
-from lightning_hetero.store.format.sets import Stores, members_in, remove_but, take_back
+from lightning_hetero.store.format.sets import Stores, members_in, remove_but, remove_sets, take_back
 from lightning_hetero.store.live.blocks import Slice
 from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.untyped import Options
@@ -52,41 +54,32 @@ def begin(place: Path, own: Slice, collectives: Collectives | None, *, new_run: 
         StoreError: It cannot be renamed.
     """
     root = _same_root(place, own, collectives)
-    owned = _owned(root, collectives)
-
-    def clear() -> str:
-        if owned:
-            make_way(root, new_run=new_run, keeps_own=own.ranks == 1)
-        return uuid.uuid4().hex
-
-    member = _member(_of_each(collectives, clear)[0], 1, collectives)
-    return None if own.ranks == 1 else member
+    _clear(root, own, collectives, new_run=new_run)
+    return None if own.ranks == 1 else _member(collectives, 1)
 
 
-def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[SpreadStep, Member] | None:
-    """A fit resumes from what the ranks of an earlier run have kept.
+def go_on(
+    place: Path, own: Slice, collectives: Collectives | None, source: Path, *, new_run: bool
+) -> tuple[SpreadStep, Member] | None:
+    """A fit resumes from what the ranks of an earlier run have kept below ``source``.
 
-    Returns the step and the place of this rank's new store, if there were as many ranks and nodes
-    as now: ``None``. Then the last record of this rank's store is that of the step.
+    Returns the step and the place of this rank's new store. ``None`` if there were as many ranks
+    and nodes as now, and they go on where their stores are: then the last record of this rank's
+    store is that of the step.
 
     Raises:
-        ConfigError: No step has been kept, or stores are missing.
+        ConfigError: No step has been kept, or stores are missing. Or ``source`` is not this run's
+            own directory, this has a kept step, and ``new_run`` is false.
         StoreBusyError: A living process uses a store there.
         StoreCorruptError: A store cannot be read, or is not of the same time as the others.
     """
     root = _same_root(place, own, collectives)
+    if not (root.is_dir() and source.samefile(root)):
+        return _begin_at(source, place, own, collectives, new_run=new_run)
     owned = _owned(root, collectives)
-
-    def look() -> tuple[str, list[RankStore]]:
-        with Stores(root, owned=owned) as stores:
-            return uuid.uuid4().hex, stores.rows()
-
-    told = _of_each(collectives, look)
-    rows = {row for _, seen in told for row in seen}
-    step = common_step(sorted(rows, key=lambda row: (row.set_id, row.rank)))
-    if step is None:
-        raise ConfigError(f"store {str(root)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
-    member = _member(told[0][0], 1 + max(row.set_number for row in rows), collectives)
+    rows = _rows(root, owned, collectives)
+    step, last = _common(root, rows), max(row.set_number for row in rows)
+    member = _member(collectives, 1 + last, next(origin for row, origin in rows.items() if row.set_id == step.set_id))
     goes_on = (step.ranks, step.nodes) == (member.ranks, member.nodes)
 
     def clear() -> bool:
@@ -103,15 +96,95 @@ def go_on(place: Path, own: Slice, collectives: Collectives | None) -> tuple[Spr
         with StoreFiles(place) as store:
             take_back(store, step.number)
         return None
-    here = 0 if collectives is None else collectives.node
-    return SpreadStep(Stores(root, owned=owned), step, member.rank, here), member
+    return SpreadStep(Stores(root, owned=owned), step, member.rank, _node(collectives)), member
 
 
-def _member(set_id: str, number: int, collectives: Collectives | None) -> Member:
-    """The place of this rank's store in a new set."""
+def _begin_at(
+    source: Path, place: Path, own: Slice, collectives: Collectives | None, *, new_run: bool
+) -> tuple[SpreadStep, Member] | None:
+    """Begins a set at the step of stores elsewhere, unless an earlier run has: then it goes on."""
+    root, owned = root_of(place, own), _owned(source, collectives)
+    step = _common(source, _rows(source, owned, collectives))
+
+    def name() -> str:
+        with Stores(source, owned=owned) as stores:
+            first = stores.at(step)[0]
+            return "" if first.record is None else name_of(first, first.record)
+
+    origin = _of_first(collectives, name)
+    begun = (
+        [] if new_run else [row for row, other in _rows(root, _owned(root, collectives), collectives).items() if other == origin]
+    )
+    if has_begun(begun):
+        log.warning(
+            "disk_path %r holds what an earlier run with this ckpt_path has kept: training goes on from there. To begin again at "
+            "ckpt_path, pass new_run=True to the strategy.", str(root),
+        )  # fmt: skip
+        return go_on(place, own, collectives, root, new_run=False)
+    _clear(root, own, collectives, new_run=new_run, source=source, unfinished={row.set_id for row in begun})
+    member = _member(collectives, 1, origin)
+    return SpreadStep(Stores(source, owned=owned), step, member.rank, _node(collectives), stays=True), member
+
+
+def last_step(root: Path, collectives: Collectives | None, opened: ExitStack) -> list[StoreFiles]:
+    """The stores that have the last kept step below a directory, which is only read.
+
+    ``opened`` closes them. Nodes with a disk each read the same step, each from its own.
+
+    Raises:
+        ConfigError: No step has been kept, or stores are missing.
+        StoreBusyError: A living process of another run uses one of them.
+        StoreCorruptError: They are not of the same time.
+    """
     if collectives is None:
-        return Member(set_id=set_id, set_number=number, ranks=1, rank=0)
-    return Member(set_id=set_id, set_number=number, ranks=collectives.ranks, rank=collectives.rank, nodes=collectives.nodes)
+        return sets.last_step(root, opened)
+    owned, found = _owned(root, collectives), list[StoreFiles]()
+    step = _common(root, _rows(root, owned, collectives))
+    _of_each(collectives, lambda: found.extend(opened.enter_context(Stores(root, owned=owned)).at(step, collectives.node)))
+    return found
+
+
+def _clear(
+    root: Path, own: Slice, collectives: Collectives | None, *, new_run: bool, source: Path | None = None,
+    unfinished: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Sees to it that a new set writes over no kept step. Sets that are ``unfinished`` go."""
+    owned = _owned(root, collectives)
+
+    def clear() -> None:
+        remove_sets(unfinished, owned, root)
+        if owned:
+            make_way(root, new_run=new_run, source=source, keeps_own=own.ranks == 1)
+
+    _of_each(collectives, clear)
+
+
+def _rows(root: Path, owned: Collection[Path], collectives: Collectives | None) -> dict[RankStore, str | None]:
+    """All stores that any rank sees below a directory, and what their sets have begun from."""
+
+    def look() -> list[tuple[RankStore, str | None]]:
+        with Stores(root, owned=owned) as stores:
+            return list(zip(stores.rows(), (member.origin for member, _ in stores.all), strict=True))
+
+    return {row: origin for seen in _of_each(collectives, look) for row, origin in seen}
+
+
+def _common(root: Path, rows: Collection[RankStore]) -> CommonStep:
+    step = common_step(sorted(rows, key=lambda row: (row.set_id, row.rank)))
+    if step is None:
+        raise ConfigError(f"store {str(root)!r} cannot be resumed from: no step has been committed yet. Start without ckpt_path.")
+    return step
+
+
+def _node(collectives: Collectives | None) -> int:
+    return 0 if collectives is None else collectives.node
+
+
+def _member(collectives: Collectives | None, number: int, origin: str | None = None) -> Member:
+    """The place of this rank's store in a new set."""
+    rank, ranks, nodes = (0, 1, 1) if collectives is None else (collectives.rank, collectives.ranks, collectives.nodes)
+    set_id = _of_first(collectives, lambda: uuid.uuid4().hex)
+    return Member(set_id=set_id, set_number=number, ranks=ranks, rank=rank, nodes=nodes, origin=origin)
 
 
 def _owned(root: Path, collectives: Collectives | None) -> frozenset[Path]:
@@ -158,9 +231,10 @@ def _same_root(place: Path, own: Slice, collectives: Collectives | None) -> Path
     return root
 
 
-def _of_first(collectives: Collectives | None, decide: Callable[[], Options]) -> Options:
+def _of_first(collectives: Collectives | None, decide: Callable[[], _Found]) -> _Found:
     """What the first rank decides. Its errors are those of all."""
-    return _of_each(collectives, lambda: decide() if collectives is None or collectives.rank == 0 else {})[0]
+    is_first = collectives is None or collectives.rank == 0
+    return _of_each(collectives, lambda: [decide()] if is_first else [])[0][0]
 
 
 def _of_each(collectives: Collectives | None, decide: Callable[[], _Found]) -> list[_Found]:

@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,9 @@ from lightning_hetero.store.format import record, stored_model, value_shapes
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.holders import wait_for_files
 from lightning_hetero.store.format.in_place import InPlace
-from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, member_of, read_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, identity_of, layout_of, manifest_at, member_of, read_manifest
 from lightning_hetero.store.format.pins import pins
-from lightning_hetero.store.format.sets import last_step, stores_in
+from lightning_hetero.store.format.sets import stores_in
 from lightning_hetero.store.format.stored_model import has_lost_records
 from lightning_hetero.strategies.data import TrainingData, begin_apart, restore_validation, set_random_state
 from lightning_hetero.strategies.namespaces import lightning_of
@@ -50,12 +51,8 @@ def refuse_slice(path: Path) -> None:
     Raises:
         ConfigError: It says where all of them are.
     """
-    manifest_fd = os.open(path / MANIFEST, _FLAGS)
-    try:
-        member = member_of(path, read_manifest(path, manifest_fd))
-    finally:
-        os.close(manifest_fd)
-    if member.ranks > 1:
+    member = member_of(path, manifest_at(path)) if (path / MANIFEST).is_file() else None
+    if member is not None and member.ranks > 1:
         raise ConfigError(
             f"ckpt_path {str(path)!r} is the store of rank {member.rank} of {member.ranks}, which has slices of the model. Pass "
             f"the directory above, as ckpt_path and disk_path: any number of devices goes on from there."
@@ -111,19 +108,19 @@ def checked_state(last: record.StepRecord, path: Path) -> State:
     return state
 
 
-def read_for_evaluation(path: Path, module: pl.LightningModule, precision: Precision, opened: ExitStack) -> State:
+def for_evaluation(
+    path: Path, stores: Sequence[StoreFiles], module: pl.LightningModule, precision: Precision, opened: ExitStack
+) -> State:
     """The last kept step of a store as a Lightning checkpoint for evaluation. Nothing is written.
 
-    Weights are lazy tensors, which can be read until ``opened`` is closed. Tied weights have the
-    names of the module's parameters.
+    ``stores`` have it, each rank's a part; they were ``opened`` from ``path``. Weights are lazy
+    tensors, which can be read until ``opened`` is closed. Tied weights have the names of the
+    module's parameters.
 
     Raises:
-        ConfigError: It is not a store of this version, its last record is not of a step, or it
-            lacks weights.
-        StoreBusyError: A process uses it.
+        ConfigError: Its last record is not of a step, or it lacks weights.
         StoreCorruptError: A file differs from its record.
     """
-    stores = last_step(path, opened)
     store = stores[0]
     if store.record is None:
         opened.close()  # the store is opened once more, to say why

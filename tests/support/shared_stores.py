@@ -115,10 +115,10 @@ class Tells(pl.Callback):
 
 
 def train(
-    out: Path, rank: int, plan: Any, *, resume: bool, store: bool = True, steps: int = STEPS, more: Sequence[pl.Callback] = (),
-    place: str = "store", **options: Any,
+    out: Path, rank: int, plan: Any, *, resume: bool | Path, store: bool = True, steps: int = STEPS,
+    more: Sequence[pl.Callback] = (), place: str = "store", **options: Any,
 ) -> None:  # fmt: skip
-    """What a rank does; ``place``: the disk of its node."""
+    """What a rank does; ``place``: the disk of its node; ``resume``: from there, or from a path."""
     torch.manual_seed(5)
     model = Model()
     torch.manual_seed(11 + rank)
@@ -133,7 +133,7 @@ def train(
     data = torch.randint(0, 13, (BATCHES * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
     loader = DataLoader(data, 2, shuffle=True, generator=generator)
     try:
-        trainer.fit(model, loader, ckpt_path=out / place if resume else None)
+        trainer.fit(model, loader, ckpt_path=out / place if resume is True else resume or None)
     finally:
         (out / f"losses-{rank}").write_text(json.dumps({str(k): v for k, v in model.told.items()}))
     trainer.save_checkpoint(out / "end.ckpt", weights_only=False)

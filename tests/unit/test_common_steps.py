@@ -142,3 +142,11 @@ def test_a_ring_without_the_common_step_is_refused():
 def test_a_copy_of_a_store_is_named():
     with pytest.raises(StoreCorruptError, match=r"two stores of rank 1 of 2"):
         common_step([store(0, 5), store(1, 5), store(1, 4)])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "begun"), [([(0,), (0,)], True), ([(0,), ()], False), ([(0,)], False), ([(0, 1)], True), ([], False)]
+)
+def test_a_set_has_begun_when_a_second_record_is_there_or_all_first_ones(numbers, begun):
+    stores = [RankStore(set_id="a", set_number=1, ranks=2, rank=rank, numbers=row) for rank, row in enumerate(numbers)]
+    assert common_steps.has_begun(stores) is begun

@@ -192,7 +192,7 @@ class StoreDirectory:
                 undo.callback(_remove_directory, path)
             directory_fd = _opened(path, undo)
             old_fd = lock_manifest(path, directory_fd)
-            identity, origin, stripes = uuid.uuid4(), None, list[Path]()
+            identity, origin, stripes = uuid.uuid4(), None if member is None else member.origin, list[Path]()
             if old_fd is None:
                 if resume:
                     raise ConfigError(f"disk_path {str(path)!r} holds no store to resume from. Start without ckpt_path.")

@@ -138,7 +138,7 @@ def bring(source: Path, target: Path, further: Sequence[Path] = (), balance: Bal
     with StoreFiles(source) as store:
         if store.record is None:
             raise ConfigError(f"store {str(source)!r} has no valid record: {'; '.join(map(str, store.notes))}.")
-        origin = _name_of(store, store.record)
+        origin = name_of(store, store.record)
         snapshot(source, target, store.record.files, origin=origin, further=further, balance=balance)
 
 
@@ -153,11 +153,11 @@ def comes_from(path: Path, source: Path) -> bool:
         return False
     with StoreFiles(source) as theirs, StoreFiles(path) as ours:
         record = theirs.record
-        return record is not None and ours.manifest.get("origin") == _name_of(theirs, record) and bool(what_is_kept(ours))
+        return record is not None and ours.manifest.get("origin") == name_of(theirs, record) and bool(what_is_kept(ours))
 
 
-def _name_of(store: StoreFiles, record: CommitRecord) -> str:
-    """A name for the last record of a store: another record has another one."""
+def name_of(store: StoreFiles, record: CommitRecord) -> str:
+    """A name for a record of a store: another record has another one."""
     blocks = [(b.id, b.step, b.write_id, b.slot, b.has_state) for b in record.blocks]
     rest = json.dumps([store.uuid.hex(), record.sequence, record.step, blocks]).encode()
     return hashlib.sha256(rest + record.user).hexdigest()

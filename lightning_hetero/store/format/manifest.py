@@ -49,6 +49,7 @@ class Member:
         ranks: How many stores the set has.
         rank: The place of this one among them.
         nodes: How many times the set has the model: the stores of each node have all of it.
+        origin: Names the step of stores elsewhere that the set has begun from.
     """
 
     set_id: str
@@ -56,6 +57,7 @@ class Member:
     ranks: int
     rank: int
     nodes: int = 1
+    origin: str | None = None
 
     @property
     def shards(self) -> int:
@@ -74,14 +76,15 @@ def member_of(path: Path, manifest: Mapping[str, Any]) -> Member:
     Raises:
         ConfigError: What it says of the set is not possible.
     """
-    row = manifest.get("set")
+    row, origin = manifest.get("set"), manifest.get("origin")
     if row is None:
         return Member(set_id=identity_of(path, manifest).hex, set_number=0, ranks=1, rank=0)
     if isinstance(row, dict) and row.keys() - {"nodes"} == {"id", "number", "ranks", "rank"}:
         name, number, ranks, rank, nodes = row["id"], row["number"], row["ranks"], row["rank"], row.get("nodes", 1)
         counts = all(type(value) is int and 0 <= value < _SET_MAX for value in (number, ranks, rank, nodes))
         if isinstance(name, str) and _ID.fullmatch(name) and counts and rank < ranks and nodes and not ranks % nodes:
-            return Member(set_id=name, set_number=number, ranks=ranks, rank=rank, nodes=nodes)
+            origin = origin if isinstance(origin, str) else None
+            return Member(set_id=name, set_number=number, ranks=ranks, rank=rank, nodes=nodes, origin=origin)
     raise ConfigError(
         f"{str(path / MANIFEST)!r} has set {row!r}; allowed: an id, a number, and a rank of ranks, which may be on several nodes."
     )

@@ -9,7 +9,7 @@ decided in ``store.common_steps``; here it is read and written.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -183,7 +183,17 @@ def remove(path: Path, root: Path) -> None:
 
 
 def remove_but(set_id: str, owned: Collection[Path], root: Path) -> None:
-    """Removes those stores that belong to other sets.
+    """Removes those stores that belong to other sets; see :func:`_remove_where`."""
+    _remove_where(lambda other: other != set_id, owned, root)
+
+
+def remove_sets(set_ids: Collection[str], owned: Collection[Path], root: Path) -> None:
+    """Removes those stores that belong to these sets; see :func:`_remove_where`."""
+    _remove_where(lambda other: other in set_ids, owned, root)
+
+
+def _remove_where(goes: Callable[[str], bool], owned: Collection[Path], root: Path) -> None:
+    """Removes stores by their set.
 
     It opens no other store, since another rank may be removing that one.
 
@@ -193,7 +203,7 @@ def remove_but(set_id: str, owned: Collection[Path], root: Path) -> None:
     """
     for path in sorted(owned):
         with StoreFiles(path) as store:
-            if member_of(path, store.manifest).set_id != set_id:
+            if goes(member_of(path, store.manifest).set_id):
                 remove(path, root)
 
 

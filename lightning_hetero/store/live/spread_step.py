@@ -34,10 +34,11 @@ class SpreadStep:
     """The step, and the stores that have it, which are only read.
 
     Args:
-        stores: The stores at ``disk_path``, opened.
+        stores: The stores, opened.
         step: The step.
         rank: The place of this process among those that go on.
         node: Its node, whose own stores are read where they are there.
+        stays: They are not the run's own, and stay.
 
     Attributes:
         record: What the step's record says in the store whose training state this rank goes on
@@ -46,8 +47,8 @@ class SpreadStep:
         layout: How the parts are laid out, as for a manifest.
     """
 
-    def __init__(self, stores: Stores, step: CommonStep, rank: int, node: int = 0) -> None:
-        self._stores, self._places = stores, stores.places(step)
+    def __init__(self, stores: Stores, step: CommonStep, rank: int, node: int = 0, *, stays: bool = False) -> None:
+        self._stores, self._places = stores, [] if stays else stores.places(step)
         self._parts: Sequence[StoredPart] = stored_parts(stores.at(step, node))
         found = stores.of_set(step)
         own = found[rank % len(found)]
