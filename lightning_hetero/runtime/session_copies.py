@@ -12,10 +12,10 @@ from lightning_hetero.runtime.budgets import Budgets
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.directories import Directories
 from lightning_hetero.runtime.initialize import Content
+from lightning_hetero.runtime.linked_steps import link_step
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.state_snapshot import StateSnapshot, take_snapshot
 from lightning_hetero.store.format.earlier_runs import aside, refusal
-from lightning_hetero.store.format.snapshots import check_room, snapshot
 
 
 class Copies(Budgets):
@@ -55,19 +55,12 @@ class Copies(Budgets):
             self.store.commit()
 
     def snapshot(self, path: Path, leaving: Sequence[Path] = ()) -> None:
-        """Links the last kept step to another path. Replaces a checkpoint there.
+        """Links the last kept step to another path; see :func:`link_step`.
 
         Checkpoints ``leaving`` are removed before training goes on.
-
-        Raises:
-            ConfigError: Something else is at ``path``.
-            OutOfDiskError: There is no room for the fresh files that training will then need.
-            StoreBusyError: A process uses the checkpoint at ``path``.
-            StoreError: A transfer or a system call failed.
         """
-        source, names = self.disk_root(), self.running.store.files.committed()
-        check_room(source, path, names, leaving=(path, *leaving))
-        snapshot(source, path, names, replace=True)
+        names = self.running.store.files.committed()
+        link_step(self.disk_root(), path, names, leaving=(path, *leaving), collectives=self.options.collectives)
 
     def make_way(self) -> None:
         """Moves the last fit's kept step aside: the parked model will be trained anew in its store.

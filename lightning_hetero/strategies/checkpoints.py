@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -166,14 +167,19 @@ class Checkpoints:
 
         In a batch that ends in a step, the links are made after its last hook.
         """
-        run = self._run
-        self.tunes = begins_tuning = _is_of_tuner(path)
-        if begins_tuning or not run.choices.link_checkpoints or run.session is None or not run.session.keeps_steps:
+        self.tunes = _is_of_tuner(path)
+        if not self.links(path):
             plain()
             return
-        target = Path(path)
+        target = Path(self._run.strategy.broadcast(path))
         target.parent.mkdir(parents=True, exist_ok=True)  # a symbolic link may be put beside it before it is made
         self._link_later(partial(self._link, target), target)
+
+    def links(self, path: PathLike) -> bool:
+        """Whether the checkpoint that is to be saved at a path is links."""
+        session = self._run.session
+        keeps = session is not None and session.keeps_steps
+        return keeps and self._run.choices.link_checkpoints and not _is_of_tuner(path)
 
     def _link(self, path: Path) -> None:
         if self._run.session is not None:
@@ -187,10 +193,15 @@ class Checkpoints:
             self._remove(plain, path)
 
     def _remove(self, plain: Callable[[PathLike], None], path: PathLike) -> None:
+        collectives = self._run.options.collectives
+        is_first = collectives is None or collectives.shard == 0  # of the ranks of a node, which may have a disk of its own
         if os.path.islink(path):  # of save_last="link": its target is removed by its own name
-            os.unlink(path)
-        else:
-            plain(path)
+            if is_first:
+                Path(path).unlink(missing_ok=True)
+            return
+        plain(path)
+        if is_first and self._run.choices.link_checkpoints and os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _link_later(self, action: Callable[[], object], path: Path, *, saves: bool = True) -> None:
         training = self._run.training

@@ -179,8 +179,6 @@ class HeteroOffloadRanks(_Base):
                 f"verify={choices.verify!r}, whose reference is a whole copy that does not know the gradients of other ranks,",
                 "Leave verify out.",
             )
-        if choices.link_checkpoints:
-            raise self._refusal(f"link_checkpoints={choices.link_checkpoints!r}", "Leave link_checkpoints out.")
         if self._layer_sync is not None:
             why = ", which torch's SyncBatchNorm does not do on a CPU," if self.root_device.type == "cpu" else ""
             raise self._refusal(f"sync_batchnorm=True{why}", "Leave it out.")
@@ -226,14 +224,14 @@ class HeteroOffloadRanks(_Base):
             self.cluster_environment.teardown()
 
     def save_checkpoint(self, checkpoint: State, filepath: PathLike, storage_options: object | None = None) -> None:
-        """Writes an ordinary checkpoint, on the first rank; all ranks call it.
+        """Writes an ordinary checkpoint, on the first rank, or each rank's links; all call it.
 
         After an error, which callbacks may save after, there is none unless all ranks have had an
         error at the same place of a step: the log says so, and the error goes on.
         """
         reads = self._reads()
         try:
-            with nullcontext() if reads is None else reads.by_first():
+            with nullcontext() if reads is None or self.run.checkpoints.links(filepath) else reads.by_first():
                 Offloading.save_checkpoint(self, checkpoint, filepath, storage_options)
         except HeteroError as error:
             if not (self.run.module.trainer.interrupted and self._have_parted):

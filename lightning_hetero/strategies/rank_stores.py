@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import uuid
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from lightning_hetero import errors
-from lightning_hetero.errors import ConfigError, HeteroError
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.runtime.directories import existing
+from lightning_hetero.runtime.of_each import of_each, of_first
 from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step, has_begun
 from lightning_hetero.store.format import sets
 from lightning_hetero.store.format.audit import StoreFiles
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.options import SessionOptions
 
 log = logging.getLogger(__name__)
-
-_Found = TypeVar("_Found")
 
 
 def root_of(place: Path, own: Slice) -> Path:
@@ -91,7 +89,7 @@ def go_on(
         remove_but(step.set_id, owned, root)
         return True
 
-    _of_each(collectives, clear)
+    of_each(collectives, clear)
     if goes_on:
         with StoreFiles(place) as store:
             take_back(store, step.number)
@@ -111,7 +109,7 @@ def _begin_at(
             first = stores.at(step)[0]
             return "" if first.record is None else name_of(first, first.record)
 
-    origin = _of_first(collectives, name)
+    origin = of_first(collectives, name)
     begun = (
         [] if new_run else [row for row, other in _rows(root, _owned(root, collectives), collectives).items() if other == origin]
     )
@@ -140,7 +138,7 @@ def last_step(root: Path, collectives: Collectives | None, opened: ExitStack) ->
         return sets.last_step(root, opened)
     owned, found = _owned(root, collectives), list[StoreFiles]()
     step = _common(root, _rows(root, owned, collectives))
-    _of_each(collectives, lambda: found.extend(opened.enter_context(Stores(root, owned=owned)).at(step, collectives.node)))
+    of_each(collectives, lambda: found.extend(opened.enter_context(Stores(root, owned=owned)).at(step, collectives.node)))
     return found
 
 
@@ -156,7 +154,7 @@ def _clear(
         if owned:
             make_way(root, new_run=new_run, source=source, keeps_own=own.ranks == 1)
 
-    _of_each(collectives, clear)
+    of_each(collectives, clear)
 
 
 def _rows(root: Path, owned: Collection[Path], collectives: Collectives | None) -> dict[RankStore, str | None]:
@@ -166,7 +164,7 @@ def _rows(root: Path, owned: Collection[Path], collectives: Collectives | None) 
         with Stores(root, owned=owned) as stores:
             return list(zip(stores.rows(), (member.origin for member, _ in stores.all), strict=True))
 
-    return {row: origin for seen in _of_each(collectives, look) for row, origin in seen}
+    return {row: origin for seen in of_each(collectives, look) for row, origin in seen}
 
 
 def _common(root: Path, rows: Collection[RankStore]) -> CommonStep:
@@ -183,13 +181,13 @@ def _node(collectives: Collectives | None) -> int:
 def _member(collectives: Collectives | None, number: int, origin: str | None = None) -> Member:
     """The place of this rank's store in a new set."""
     rank, ranks, nodes = (0, 1, 1) if collectives is None else (collectives.rank, collectives.ranks, collectives.nodes)
-    set_id = _of_first(collectives, lambda: uuid.uuid4().hex)
+    set_id = of_first(collectives, lambda: uuid.uuid4().hex)
     return Member(set_id=set_id, set_number=number, ranks=ranks, rank=rank, nodes=nodes, origin=origin)
 
 
 def _owned(root: Path, collectives: Collectives | None) -> frozenset[Path]:
     """The stores that this rank locks and removes, for all ranks."""
-    every = _of_each(collectives, lambda: members_in(root) if collectives is None or collectives.shard == 0 else {})
+    every = of_each(collectives, lambda: members_in(root) if collectives is None or collectives.shard == 0 else {})
     rank = 0 if collectives is None else collectives.rank
     return frozenset(path for key, path in every[rank].items() if not any(key in others for others in every[:rank]))
 
@@ -215,7 +213,7 @@ def disk_rates(options: SessionOptions) -> tuple[float, ...]:
         log.info("blocks are dealt to %d disks by what each moves: %s.", len(disks), "; ".join(map(str, each)))
         return {"rates": [disk.both_bytes_per_s for disk in each]}
 
-    return tuple(_of_first(options.collectives, measure)["rates"])
+    return tuple(of_first(options.collectives, measure)["rates"])
 
 
 def _same_root(place: Path, own: Slice, collectives: Collectives | None) -> Path:
@@ -229,26 +227,3 @@ def _same_root(place: Path, own: Slice, collectives: Collectives | None) -> Path
                 f"them the same one."
             )
     return root
-
-
-def _of_first(collectives: Collectives | None, decide: Callable[[], _Found]) -> _Found:
-    """What the first rank decides. Its errors are those of all."""
-    is_first = collectives is None or collectives.rank == 0
-    return _of_each(collectives, lambda: [decide()] if is_first else [])[0][0]
-
-
-def _of_each(collectives: Collectives | None, decide: Callable[[], _Found]) -> list[_Found]:
-    """What each rank finds. An error of one is that of all."""
-    if collectives is None:
-        return [decide()]
-    found, raised, refusal = list[_Found](), None, ("", "")
-    try:
-        found.append(decide())
-    except HeteroError as error:
-        raised, refusal = error, (type(error).__name__, str(error))
-    told = collectives.tell_all((found, refusal))
-    if raised is not None:
-        raise raised
-    for kind, text in (refused for _, refused in told if refused[0]):
-        raise getattr(errors, kind, HeteroError)(text)
-    return [value for values, _ in told for value in values]

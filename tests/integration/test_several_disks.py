@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ from lightning_hetero.cli.contents import contents_of
 from lightning_hetero.cli.verify import run as verify
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreCorruptError
 from lightning_hetero.profiling import disks as measured
+from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.snapshots import Room, check_room, room_for, snapshot
 from lightning_hetero.store.format.stripes import Balance
 
 RECIPE = Recipe(shape=Shape(layers=3), steps=6)
@@ -176,6 +179,28 @@ def test_links_as_checkpoints_are_copies_of_what_is_on_other_disks(disks: list[P
     for disk in disks:
         shutil.rmtree(disk.parent)
     assert_same(train(tmp_path, striped([tmp_path / "elsewhere"]), RECIPE, store=kept), rest_of(plain))
+
+
+def test_the_room_for_links_is_that_on_each_disk(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        first, second = tmp_path / "run", Path(memory) / "run"
+        train(tmp_path, striped([first, second], allow_tmpfs=True), RECIPE, stop=STOP)
+        with StoreFiles(first) as store:
+            names = [] if store.record is None else store.record.files
+        ring = (first / "COMMIT").stat().st_size + 2 * (first / "MANIFEST").stat().st_size
+        slots = [path for path in second.rglob("block-*") if path.name in names]
+        there = sum(path.stat().st_size for path in slots)
+        kept, disk = Path(memory) / "kept", second.stat().st_dev
+        rooms = room_for(first, kept, names)
+        assert rooms[disk].needed_bytes == ring + there + sum((first / n).stat().st_size for n in names if (first / n).exists())
+        snapshot(first, kept, names)
+        assert all(path.stat().st_nlink == 2 for path in slots), "they are links"
+        assert room_for(first, tmp_path / "more", names)[disk].needed_bytes == there, (
+            "fresh files there, of what has a link already"
+        )
+        assert disk not in room_for(first, tmp_path / "more", names, leaving=[kept])
+        with pytest.raises(OutOfDiskError, match=r"'more' would take .* in '/dev/shm.*leave link_checkpoints out"):
+            check_room(Path("more"), [room_for(first, tmp_path / "more", names), {disk: Room(second, 1 << 60)}])
 
 
 def test_a_full_disk_is_named(disks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,24 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
+from lightning_hetero.runtime import linked_steps
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
-from support.shared_stores import MIXED, Kill, Model, losses, run, same_end, train, was_killed
+from support.shared_stores import MIXED, POINTS, Kill, Model, losses, run, same_end, train, was_killed
+
+POINTS |= {
+    "before its links are made": (linked_steps, "snapshot", "before"),
+    "once its links are made": (linked_steps, "snapshot", "after"),
+    "before all links get their name": (linked_steps, "_put", "before"),
+    "once all links have their name": (linked_steps, "_put", "after"),
+}
 
 
 def ended(out: Path, world: int, kills: Sequence[Kill] = (), *, nodes: int = 1, **options: Any) -> bool:
@@ -69,12 +79,46 @@ def elsewhere(root: Path, reference: Path) -> dict[str, Any]:
     return {"reached": reached, "same": same}
 
 
+class Saves(pl.Callback):
+    """Saves after two steps, and after the third in the same place."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step in (2, 3):
+            trainer.save_checkpoint(self.path)
+
+
+def linked(root: Path, reference: Path) -> dict[str, Any]:
+    """Links are those of all ranks or of none; the checkpoint before them stays until then."""
+    reached, same, kept = True, True, root / "linked" / "kept.ckpt"
+    for kill, step in [
+        (Kill(1, "before its links are made", 2), 2), (Kill(0, "once its links are made", 2), 2),
+        (Kill(0, "before all links get their name", 3), 2), (Kill(0, "once all links have their name", 3), 3),
+        (Kill(-1, "before it writes a record", 5), 3),
+    ]:  # fmt: skip
+        out = fresh(kept.parent)
+        call = partial(train, out, plan=MIXED, resume=False, link_checkpoints=True, more=[Saves(kept)])
+        statuses = run(2, call, kill)
+        reached &= any(map(was_killed, statuses))
+        shutil.rmtree(out / "store")
+        ended(out, 2, resume=kept, place="again")
+        same &= same_end(out, reference) and min(map(int, losses(out, 2)[0])) == step
+    first = fresh(root / "linked-first")
+    ended(first, 2, resume=False, steps=3)
+    for world in (3, 1):
+        ended(out, world, resume=kept, steps=3, place=f"again-{world}")
+        same &= same_end(out, first) and evaluates(first, world, kept)
+    return {"reached": reached, "same": same}
+
+
 def main(root: Path, *names: str) -> None:
     """Runs all cases, and prints what became of them."""
     os.chdir(root)
     reference, report = fresh(root / "reference"), {}
     assert not any(run(2, lambda rank: train(reference, rank, "host", resume=False, store=False)))
-    for case in (elsewhere,):
+    for case in (elsewhere, linked):
         if not names or case.__name__ in names:
             report[case.__name__] = case(root, reference)
     print(json.dumps(report))

@@ -21,7 +21,8 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_hetero.errors import ConfigError, OutOfDiskError
@@ -37,7 +38,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def snapshot(
-    source: Path, target: Path, names: Iterable[str], *, replace: bool = False, origin: str | None = None,
+    source: Path, target: Path, names: Iterable[str], *, may_replace: bool = False, origin: str | None = None,
     further: Sequence[Path] = (), balance: Balance | None = None,
 ) -> None:  # fmt: skip
     """Makes a snapshot; nothing of the store is being written.
@@ -47,8 +48,8 @@ def snapshot(
         target: Where the snapshot goes; missing, or an empty directory. Missing directories above
             it are made.
         names: Names of the slot and state files that the last record names.
-        replace: ``target`` may also be a file, a symbolic link or an earlier snapshot, whose place
-            the new one takes when it is whole. What a symbolic link names stays.
+        may_replace: ``target`` may also be a file, a symbolic link or an earlier snapshot. The new
+            one takes its place when it is whole. What a symbolic link names stays.
         origin: Names the record that it was made from; given where it is the beginning of another
             run's store, and no checkpoint.
         further: Directories on further disks, which get a part of the blocks.
@@ -60,7 +61,7 @@ def snapshot(
         StoreError: A system call failed; nothing is left of the snapshot, and ``target`` is what it
             was.
     """
-    _check_target(target, replace=replace)
+    check_target(target, may_replace=may_replace)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     theirs = manifest_at(source)
     places, is_inside = places_of(source, theirs), target.parent == source
@@ -86,8 +87,7 @@ def snapshot(
             manifest |= {"stripes": list(map(os.fspath, stripes)), "version": STRIPED}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync(partial)
-        _put(partial, target)
-        sync(target.parent)
+        put(partial, target)
     except OSError as error:
         for place in (partial, *stripes):
             shutil.rmtree(place, ignore_errors=True)
@@ -104,68 +104,114 @@ def _deal(places: Sequence[Path], balance: Balance) -> Callable[[str], int]:
     return lambda name: balance.deal(place_of(places, name).stat().st_size) if name.startswith("block-") else 0
 
 
-def check_room(source: Path, target: Path, names: Collection[str], *, leaving: Iterable[Path] = ()) -> None:
-    """Refuses a snapshot that the disk would have no room for as soon as the store goes on.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a snapshot takes of one disk as the store goes on.
 
-    It takes a ring and a manifest at once. A slot that has another name gets a fresh file before it
-    is written again, and the store has to find room for these.
+    Attributes:
+        place: A directory there.
+        needed_bytes: Those of a ring, a manifest and copies at once, and of fresh files later.
+    """
+
+    place: Path
+    needed_bytes: int
+
+
+def room_for(source: Path, target: Path, names: Collection[str], *, leaving: Iterable[Path] = ()) -> dict[int, Room]:
+    """What a snapshot takes of each disk, by the number of the disk.
+
+    It takes a ring and a manifest at once, and copies of what is on other disks than the snapshot.
+    A slot that has another name gets a fresh file before it is written again, and the store has to
+    find room for these.
 
     Args:
         source: The store.
         target: Where the snapshot goes.
         names: What it would link.
         leaving: Snapshots that are removed before the store goes on.
+    """
+    there = next(path for path in target.absolute().parents if path.is_dir())
+    places, disk = places_of(source, manifest_at(source)), there.stat().st_dev
+    rooms = {disk: Room(there, (source / "COMMIT").stat().st_size + 2 * (source / MANIFEST).stat().st_size)}
+
+    def needs(place: Path, number: int, num_bytes: int) -> None:
+        before = rooms.get(number, Room(place, 0))
+        rooms[number] = replace(before, needed_bytes=before.needed_bytes + num_bytes)
+
+    gone = [path.lstat() for folder in leaving if folder.is_dir() for path in folder.iterdir()]
+    less = Counter((status.st_dev, status.st_ino) for status in gone)
+    for name in names:
+        status = place_of(places, name).stat()
+        if status.st_dev != disk:
+            needs(there, disk, status.st_size)
+    for place in places:
+        for path in place.glob("block-*"):
+            status = path.stat()
+            is_linked = path.name in names and status.st_dev == disk
+            if is_linked or status.st_nlink - less[status.st_dev, status.st_ino] > 1:
+                needs(place, status.st_dev, status.st_size)
+    return rooms
+
+
+def check_room(target: Path, rooms: Iterable[Mapping[int, Room]]) -> None:
+    """Refuses a snapshot that a disk would have no room for as soon as training goes on.
+
+    Args:
+        target: Where it goes.
+        rooms: What each store takes: :func:`room_for`.
 
     Raises:
-        OutOfDiskError: The disk has too little room.
+        OutOfDiskError: A disk has too little room.
     """
-    place = next(path for path in target.absolute().parents if path.is_dir())
-    needed = (source / "COMMIT").stat().st_size + 2 * (source / MANIFEST).stat().st_size
-    places = places_of(source, manifest_at(source))
-    files = [place_of(places, name).stat() for name in names]
-    here = place.stat().st_dev
-    needed += sum(status.st_size for status in files if status.st_dev != here)  # of these there are copies
-    if source.stat().st_dev == here:
-        gone = [folder / name for folder in leaving if folder.is_dir() for name in os.listdir(folder)]
-        less = Counter(path.lstat().st_ino for path in gone)
-        for path in source.glob("block-*"):
-            status = path.stat()
-            if path.name in names or status.st_nlink - less[status.st_ino] > 1:
-                needed += status.st_size
-    free = Volume.of(place).free_bytes
-    if needed > free:
-        raise OutOfDiskError(
-            f"the checkpoint {str(target)!r} would take {format_bytes(needed)} as training goes on: its record, and fresh files "
-            f"for slots that checkpoints have links to; {format_bytes(free)} are free. The store has the step. Make room, keep "
-            f"fewer checkpoints, or leave link_checkpoints out."
-        )
+    needed: dict[int, Room] = {}
+    for number, room in (item for one in rooms for item in one.items()):
+        before = needed.get(number, Room(room.place, 0))
+        needed[number] = replace(before, needed_bytes=before.needed_bytes + room.needed_bytes)
+    for room in needed.values():
+        free = Volume.of(room.place).free_bytes
+        if room.needed_bytes > free:
+            raise OutOfDiskError(
+                f"the checkpoint {str(target)!r} would take {format_bytes(room.needed_bytes)} in {str(room.place)!r} as training "
+                f"goes on: records, and fresh files for slots that checkpoints have links to; {format_bytes(free)} are free. The "
+                f"store has the step. Make room, keep fewer checkpoints, or leave link_checkpoints out."
+            )
 
 
-def _check_target(target: Path, *, replace: bool) -> None:
+def check_target(target: Path, *, may_replace: bool) -> None:
+    """Refuses a path where no snapshot may be made; see :func:`snapshot`.
+
+    Raises:
+        ConfigError: Something else is there.
+        StoreBusyError: A process uses the snapshot there.
+    """
     there = os.path.lexists(target)
     if not there or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
         return
-    if replace and (target.is_symlink() or target.is_file()):
+    if may_replace and (target.is_symlink() or target.is_file()):
         return
-    if not replace or not (target / MANIFEST).is_file():
+    stores = [path for path in (target, *sorted(target.glob("rank-*-of-*"))) if (path / MANIFEST).is_file()]
+    if not may_replace or not stores:
         what = "" if not target.is_dir() else f", a directory that holds {', '.join(sorted(os.listdir(target))[:3])}"
-        allowed = "a path where a directory can be made, or an empty one" + (", a file, or an earlier snapshot" if replace else "")
+        allowed = "a path where a directory can be made, or an empty one" + (", a file, or an earlier snapshot" * may_replace)
         raise ConfigError(f"{str(target)!r} is there already{what}; allowed: {allowed}. Choose another path.")
-    with StoreFiles(target) as found:  # nobody uses it
-        if found.manifest.get("snapshot") is not True:
-            raise ConfigError(f"{str(target)!r} is a store, which no snapshot replaces. Choose another path for the checkpoint.")
+    for path in stores:
+        with StoreFiles(path) as found:  # nobody uses it
+            if found.manifest.get("snapshot") is not True:
+                raise ConfigError(f"{str(path)!r} is a store, which no snapshot replaces. Choose another path for the checkpoint.")
 
 
-def _put(fresh: Path, target: Path) -> None:
-    """Gives a directory its name, and removes what had that name before."""
+def put(fresh: Path, target: Path) -> None:
+    """Gives a whole directory its name, and removes what had that name before."""
     if not os.path.lexists(target) or (target.is_dir() and not target.is_symlink() and not any(target.iterdir())):
         os.replace(fresh, target)
+        sync(target.parent)
         return
     old = fresh
     if not _exchange_names(fresh, target):
         old = fresh.with_suffix(".old")
         os.rename(target, old)
         os.rename(fresh, target)
+    sync(target.parent)
     if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
     else:
