@@ -110,6 +110,9 @@ def linked(root: Path, reference: Path) -> dict[str, Any]:
     for world in (3, 1):
         ended(out, world, resume=kept, steps=3, place=f"again-{world}")
         same &= same_end(out, first) and evaluates(first, world, kept)
+    ended(first, 4, nodes=2, resume=False, steps=3, place="of-nodes", link_checkpoints=True, more=[Saves(kept)])
+    ended(out, 2, resume=kept, steps=3, place="of-one-node")
+    same &= same_end(out, first) and (kept / "rank-3-of-4-on-2-nodes").is_dir()
     return {"reached": reached, "same": same}
 
 
