@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from lightning_hetero.ir.schedule import NO_BLOCK
@@ -45,27 +45,36 @@ def link_step(
         snapshot(source, target, names, may_replace=True)
         return
     collectives.meet("CHECKPOINT", NO_BLOCK)
-    leads, node = collectives.shard == 0, collectives.node * collectives.shards
+    first = collectives.node * collectives.shards
 
     def own(path: Path) -> Path:
         return place_of(path, collectives.rank, collectives.ranks, collectives.nodes)
 
     def refuse() -> None:
-        if leads:
-            check_target(target, may_replace=True)
-            check_room(target, rooms[node : node + collectives.shards])
-            remove_unfinished(target)
+        check_target(target, may_replace=True)
+        check_room(target, rooms[first : first + collectives.shards])
+        remove_unfinished(target)
 
     rooms = of_each(collectives, lambda: room_for(source, own(target), names, leaving=map(own, leaving)))
-    of_each(collectives, refuse)
+    _node_by_node(collectives, refuse)
     fresh = target.with_name(f".{target.name}.{of_first(collectives, lambda: uuid.uuid4().hex)[:8]}.partial")
     try:
         of_each(collectives, lambda: snapshot(source, own(fresh), names))
-        of_each(collectives, lambda: _put(fresh, target) if collectives.rank == 0 else None)
-        of_each(collectives, lambda: _put(fresh, target) if leads else None)  # nodes with a disk each
+        _node_by_node(collectives, lambda: _put(fresh, target))
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
+
+
+def _node_by_node(collectives: Collectives, action: Callable[[], None]) -> None:
+    """What the first rank of each node does, one after the other: they may have one directory."""
+    for node in range(collectives.nodes):
+        is_here = (node, 0) == (collectives.node, collectives.shard)
+        of_each(collectives, action if is_here else _nothing)
+
+
+def _nothing() -> None:
+    """Of the other ranks."""
 
 
 def _put(fresh: Path, target: Path) -> None:

@@ -95,7 +95,7 @@ def linked(root: Path, reference: Path) -> dict[str, Any]:
     reached, same, kept = True, True, root / "linked" / "kept.ckpt"
     for kill, step in [
         (Kill(1, "before its links are made", 2), 2), (Kill(0, "once its links are made", 2), 2),
-        (Kill(0, "before all links get their name", 3), 2), (Kill(0, "once all links have their name", 3), 3),
+        (Kill(0, "before all links get their name", 2), 2), (Kill(0, "once all links have their name", 2), 3),
         (Kill(-1, "before it writes a record", 5), 3),
     ]:  # fmt: skip
         out = fresh(kept.parent)
