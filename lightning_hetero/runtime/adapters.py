@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.untyped import Function, Value
+
+# Encoders of prompts that begin as torch's layers do: prompt tuning, p-tuning, prefix tuning.
+_PROMPTS = ("PromptEmbedding", "PromptEncoder", "PrefixEncoder")
 
 Setters = dict[int, list[Callable[[], object]]]
 
@@ -40,7 +44,7 @@ def adapter_setters(root: nn.Module) -> tuple[dict[int, str], Setters]:
             elif key == "prompt_encoder" and known is not None:
                 for adapter, encoder in child.named_children():
                     for part in encoder.modules():
-                        note(part, *_prompt_setter(part, adapter, configs))
+                        note(part, *_prompt_setter(encoder, part, adapter, configs))
             else:
                 visit(child, configs)
 
@@ -64,6 +68,31 @@ def copy_setters(root: nn.Module) -> Setters:
     return setters
 
 
+def refuse_parts_of_prompts(root: nn.Module, given: Callable[[str, Tensor], object]) -> None:
+    """Refuses prompts on the meta device that were loaded without the layers that make them.
+
+    PEFT saves the vectors that those layers of p-tuning make. In memory they begin at random too.
+
+    Args:
+        root: The model, of which no checkpoint is loaded.
+        given: The values that code has given a parameter on the meta device; ``None`` if none.
+
+    Raises:
+        ConfigError: Names such a prompt.
+    """
+    for name, encoder in root.named_modules():
+        if type(encoder).__name__ not in _PROMPTS or ".prompt_encoder." not in f".{name}":
+            continue
+        on_meta = {n: p for n, p in encoder.named_parameters(name) if p.is_meta}
+        new = [n for n, p in on_meta.items() if given(n, p) is None]
+        if 0 < len(new) < len(on_meta):
+            raise ConfigError(
+                f"the prompt {name!r} was loaded on the meta device without {new[0]!r}: PEFT saves the vectors that these layers "
+                f"make, not the layers, which would begin at random. Train such a prompt on from a checkpoint or a store "
+                f"(ckpt_path=). For predict, load it by PeftModel.from_pretrained without is_trainable."
+            )
+
+
 def number_tokens(root: nn.Module) -> None:
     """Sets the numbers of virtual tokens, which PEFT keeps in a dictionary, on the CPU."""
     for module in root.modules():
@@ -79,9 +108,13 @@ def _by_adapter(container: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, container) for name in container._parameters]
 
 
-def _prompt_setter(part: nn.Module, adapter: str, configs: Mapping[str, object]) -> tuple[str, list[Callable[[], object]]]:
+def _prompt_setter(
+    encoder: nn.Module, part: nn.Module, adapter: str, configs: Mapping[str, object]
+) -> tuple[str, list[Callable[[], object]]]:
     """As PEFT makes them: by the constructors of torch's layers."""
-    config = configs.get(adapter)
+    config, kind = configs.get(adapter), type(encoder).__name__
+    if kind not in _PROMPTS:
+        return f"adapter {adapter!r} has a {kind}, whose start is not known here", []
     for option, known in (("prompt_tuning_init", "RANDOM"), ("init_weights", True)):
         how = getattr(config, option, None)
         if how is not None and how != known:

@@ -8,20 +8,27 @@ reads and writes the file's pages, which the system brings back. A mode that see
 gives these pages back again. No random number is drawn and no function is replaced, so weights and
 generators are those of a construction without the context.
 
+A parameter moves only while nothing else refers to its storage, because other views would not move
+with it. It is checked again when the next one is made. When the plan's blocks are placed, one block
+at a time is copied out of the file (``runtime.model_setup``).
+
+[Note: Values on the meta device]
 The meta device keeps no values. Those that code copies there, as ``load_state_dict`` does, are kept
 here until the model is placed, as far as they fit. So are those of parameters that were loaded and
 are moved there, as PEFT moves adapters to their layer's device. A loaded parameter is one that
 nothing has written in place since it was made: constructors do. Values follow their tensor to a
-copy and to another dtype, as of a precision. Other functions that write it there lose them, which
-is refused when the model is placed.
+copy and to another dtype, as of a precision.
 
-A parameter moves only while nothing else refers to its storage, because other views would not move
-with it. It is checked again when the next one is made. When the plan's blocks are placed, one block
-at a time is copied out of the file (``runtime.model_setup``).
+Whatever else is computed from them there is lost, and so is a weight that takes it in, as a merge
+writes adapters into the base. Lost as well is what code outside of modules computes from any tensor
+there, as ``nn.init.zeros_(head.weight)`` does. A parameter that has it is refused when the model is
+placed. What modules do themselves, in constructors above all, is how they begin: files and
+initialization take its place.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import METADATA
+from lightning_hetero.runtime.initialize import Content
 from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.partition import is_dense
 from lightning_hetero.units import format_bytes
@@ -60,7 +68,20 @@ class _Given(NamedTuple):
 
     storage: torch.UntypedStorage  # alive, so that no other has its address
     values: Tensor | None  # ``None``: they are lost
-    num_bytes: int
+    layout: tuple[torch.Size, tuple[int, ...]]  # shape and strides of the tensor that has them
+    is_changed: bool = False  # lost, because others were computed from them
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take here."""
+        return 0 if self.values is None else self.values.nbytes
+
+
+class _Rounded(NamedTuple):
+    """A storage whose values, which are not known here, have passed through a narrower dtype."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
 
 
 class Construction:
@@ -81,6 +102,7 @@ class Construction:
         self._touched_bytes = 0
         self._given: dict[int, _Given] = {}  # values of storages on the meta device, by address
         self._given_bytes = 0
+        self._rounded: dict[int, _Rounded] = {}  # storages on the meta device, by address
         self._all: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter that was made
 
     def __contains__(self, param: object) -> bool:
@@ -105,13 +127,13 @@ class Construction:
         """The values that code has given a tensor on the meta device.
 
         Raises:
-            ConfigError: They were too many to keep, or code has changed them there.
+            ConfigError: They were too many to keep, or were given to a part of it.
         """
-        values = self.kept(tensor)
-        if values is None and self._found(tensor) is not None:
+        values, found = self.kept(tensor), self._found(tensor)
+        if values is None and found is not None and not found.is_changed:
             raise ConfigError(
                 f"{name!r} has lost the values that were loaded into it on the meta device, which keeps none. Up to "
-                f"{format_bytes(self._share_bytes)} of them, half of host_memory, are kept, unless code changes them there. "
+                f"{format_bytes(self._share_bytes)} of them, half of host_memory, are kept, if they are of whole tensors. "
                 f"Name their files by weights=, or build the model without torch.device('meta')."
             )
         return values
@@ -119,7 +141,34 @@ class Construction:
     def kept(self, tensor: Tensor) -> Tensor | None:
         """The values that code has given a tensor on the meta device; ``None`` if they are lost."""
         found = self._found(tensor)
-        return None if found is None or found.values is None or found.values.shape != tensor.shape else found.values
+        return None if found is None or found.layout != _layout(tensor) else found.values
+
+    def refuse_changes(self, root: nn.Module, files: Content | None) -> None:
+        """Refuses parameters that code has changed on the meta device.
+
+        Args:
+            root: The model, of which no checkpoint is loaded.
+            files: What its weights are read from.
+
+        Raises:
+            ConfigError: Names the first of them.
+        """
+        for name, param in root.named_parameters():
+            found = self._found(param)
+            if found is not None and (found.is_changed or found.layout != _layout(param)):
+                raise ConfigError(
+                    f"{name!r} was changed on the meta device, which keeps no values, so that the change is lost. Change it in "
+                    f"on_train_start or later, give files that have the result (weights=), or build the model without "
+                    f"torch.device('meta')."
+                )
+            passed = self._rounded.get(param.untyped_storage()._cdata) if param.is_meta else None
+            place = None if passed is None or files is None or name not in files else files.place(name)
+            if passed is not None and place is not None and passed.dtype.itemsize < min(place.dtype.itemsize, param.dtype.itemsize):
+                raise ConfigError(
+                    f"{name!r} is {place.dtype} in the files and {param.dtype} in the model, where it was {passed.dtype} before: "
+                    f"in memory its values would be rounded to {passed.dtype}, and here they would not. Build the model in "
+                    f"{param.dtype}, or convert the files to {passed.dtype}."
+                )
 
     def knows(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter was made here, or its values were given here."""
@@ -130,21 +179,21 @@ class Construction:
         """Values that code has given to tensors on the meta device are needed no longer."""
         self._all.clear()
         self._given.clear()
+        self._rounded.clear()
         self._given_bytes = 0
 
     def _found(self, tensor: Tensor) -> _Given | None:
         return self._given.get(tensor.untyped_storage()._cdata) if tensor.is_meta and self._given else None
 
-    def _give(self, tensor: Tensor, values: Tensor | None) -> None:
-        storage = tensor.untyped_storage()
+    def _give(self, tensor: Tensor, values: Tensor | None, *, is_changed: bool = False) -> None:
+        storage, layout = tensor.untyped_storage(), _layout(tensor)
         if (before := self._given.pop(storage._cdata, None)) is not None:
             self._given_bytes -= before.num_bytes
-        if values is None or self._given_bytes + tensor.nbytes > self._share_bytes:
-            self._given[storage._cdata] = _Given(storage, None, 0)
-        else:
+        own = None
+        if values is not None and self._given_bytes + tensor.nbytes <= self._share_bytes:
             own = values.detach().to(tensor.dtype, copy=True).expand(tensor.shape)
-            self._given[storage._cdata] = _Given(storage, own, tensor.nbytes)
-            self._given_bytes += tensor.nbytes
+        self._given[storage._cdata] = given = _Given(storage, own, layout, is_changed)
+        self._given_bytes += given.num_bytes
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
@@ -196,21 +245,50 @@ class Construction:
 
     def _written(self, func: Function, values: Values) -> None:
         """A torch function has written the first of these values, which is on the meta device."""
-        target = values[0]
-        if func == torch.Tensor.copy_ and isinstance(values[1], Tensor) and not values[1].is_meta:
-            self._give(target, values[1])
-        elif self._found(target) is not None:
-            self._give(target, None)
+        target, source = values[0], values[1] if func == torch.Tensor.copy_ else None
+        if isinstance(source, Tensor) and not source.is_meta:
+            self._give(target, source)
+        elif isinstance(source, Tensor) and (kept := self.kept(source)) is not None:
+            self._give(target, kept)
+        elif self._is_change(values):
+            self._give(target, None, is_changed=True)
+
+    def _is_change(self, values: Values) -> bool:
+        """Whether what is computed from these values is lost.
+
+        See [Note: Values on the meta device]. What modules compute from numbers alone is not.
+        """
+        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+        if any(self._found(value) is not None if value.is_meta else value.ndim > 0 for value in tensors):
+            return True
+        return any(value.is_meta for value in tensors) and not _in_module()
+
+    def _computed(self, func: Function, values: Values, result: Tensor) -> None:
+        """A torch function has made a tensor with memory of its own on the meta device."""
+        source = values[0]
+        if func not in _CONVERSIONS:
+            if self._is_change(values):
+                self._give(result, None, is_changed=True)
+        elif (found := self._found(source)) is not None:
+            kept = self.kept(source)
+            self._give(result, kept, is_changed=found.is_changed or kept is not found.values)
+        elif _is_loaded(source):
+            self._give(result, source)
+        elif source.is_floating_point() and result.is_floating_point():
+            before = self._rounded.get(source.untyped_storage()._cdata)
+            dtypes = [source.dtype, result.dtype, *([] if before is None else [before.dtype])]
+            storage = result.untyped_storage()
+            self._rounded[storage._cdata] = _Rounded(storage, min(dtypes, key=lambda dtype: dtype.itemsize))
 
     def _seen(self, func: Function, values: Values, result: Value) -> None:
         """A torch function has run on these values."""
         if func == _SET_DATA and type(values[0]) is nn.Parameter and values[0] not in self:
             self._made(values[0])  # as module.to(dtype) does it
-        if func in _CONVERSIONS and result is not values[0] and isinstance(result, Tensor) and result.is_meta:
-            if (found := self._found(values[0])) is not None:
-                self._give(result, found.values)
-            elif _is_loaded(values[0]):
-                self._give(result, values[0])
+        if made := [value for value in tree_leaves(result) if isinstance(value, Tensor) and value.is_meta]:
+            before = {v.untyped_storage()._cdata for v in tree_leaves(values) if isinstance(v, Tensor)}
+            for value in made:
+                if before and value.untyped_storage()._cdata not in before:
+                    self._computed(func, values, value)
         if self._places and func not in METADATA:
             for value in tree_leaves(values):
                 place = self._place_of(value) if isinstance(value, Tensor) else None
@@ -270,6 +348,25 @@ def _hooked(made: Callable[[nn.Parameter], None]) -> Iterator[None]:
 def _is_loaded(tensor: Tensor) -> bool:
     """Whether it is a parameter in memory that no function has written since it was made."""
     return type(tensor) is nn.Parameter and not tensor.is_meta and tensor._version == 0
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return tensor.shape, tensor.stride()
+
+
+def _in_module() -> bool:
+    """Whether a module's own code runs, such as its constructor.
+
+    The code of a LightningModule is the user's, and so are functions that ``apply`` is given.
+    """
+    frame = sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        frame, code = caller, caller.f_code
+        if code.co_varnames[:1] == ("self",) and code.co_name != "apply":
+            module = frame.f_locals["self"]
+            if isinstance(module, nn.Module) and (code.co_name == "reset_parameters" or not hasattr(module, "configure_model")):
+                return True
+    return False
 
 
 def _is_alone(param: nn.Parameter) -> bool:

@@ -26,6 +26,7 @@ from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.optim import early_state
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime import quantized, quantizing
+from lightning_hetero.runtime.adapters import refuse_parts_of_prompts
 from lightning_hetero.runtime.announcement import summarize
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -225,6 +226,9 @@ class OffloadRun:
         if resumed is None and (self.trainer is None or self.trainer.ckpt_path is None):
             if self.choices.weights is None:
                 refuse_random_base(module, lambda name, p: None if self.built is None else self.built.given(name, p))
+            if self.built is not None:
+                self.built.refuse_changes(module, content)
+                refuse_parts_of_prompts(module, self.built.given)
             check_begun(
                 module, () if content is None else content, lambda name, p: self.built is not None and self.built.knows(name, p)
             )

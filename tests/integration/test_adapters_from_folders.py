@@ -239,28 +239,6 @@ def test_a_buffer_beside_weights_is_set_and_the_weights_stay(plan: str, tmp_path
     assert_same(fit(lambda: build("meta"), HeteroOffloadStrategy(plan, weights=directory), tmp_path), expected)
 
 
-def scaled(param: Tensor) -> None:
-    param.data.mul_(2)
-
-
-def set_in_part(param: Tensor) -> None:
-    param.data[:1].copy_(torch.ones(1, param.shape[1]))
-
-
-@LOST
-@pytest.mark.parametrize("change", [scaled, set_in_part])
-def test_values_that_change_on_the_meta_device_are_refused(
-    change: Callable[[Tensor], None], directory: Path, adapter: Path, tmp_path: Path
-) -> None:
-    def build() -> Any:
-        model = loaded(on_meta(), adapter)
-        change(next(p for n, p in model.named_parameters() if "lora_B" in n))
-        return model
-
-    with pytest.raises(ConfigError, match=r"lora_B.*has lost the values.*unless code changes them there"):
-        fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
-
-
 @LOST
 @pytest.mark.parametrize(
     ("load", "kind"), [*((loaded, kind) for kind in [*KINDS, "prompt"]), (without_copies, "lora"), (without_copies, "saved")]
