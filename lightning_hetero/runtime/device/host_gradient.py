@@ -138,9 +138,9 @@ class HostGradient(OffloadedTensor):
             if func is aten._foreach_norm.Scalar:
                 return [_norm(gradient, *args[1:]) for gradient in some]
             if func in _host_functions():
+                lives = [gradient.source.live() for gradient in some]
                 for gradient in some:
                     gradient.source.changed()
-                lives = [gradient.source.live() for gradient in some]
                 others = [a.cpu() if isinstance(a, Tensor) else a for a in args[1:]]
                 if first is not some[0]:
                     return func(lives, *others)
