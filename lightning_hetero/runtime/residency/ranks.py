@@ -59,10 +59,9 @@ class RanksResidency(HostResidency):
     def begin_batch(self, *, training: bool, whole: bool) -> None:
         """Gives back what no RELEASE has, because the last batch had no schedule to its end."""
         self._trains = training
-        super().begin_batch(training=training, whole=whole)
+        super().begin_batch(training=training, whole=whole)  # settles weights, so lane ``net`` is empty if not ``whole``
         for block in () if whole else self._blocks:
             if self.is_away(block) and not block.uses:
-                self._lanes.drain()
                 self._slices.release(block)()
 
     def unforeseen(self, block: Block) -> bool:
