@@ -94,6 +94,8 @@ _NOT_FOR_COPIES = "elif event.moment is not None and not (isinstance(event, _Mar
 _NOT_FOR_COMPUTE = "elif event.moment is not None and stream in self._streams.values():"
 _ISSUED = "event.issued() if isinstance(event, QueuedOp) else event.wait()"
 _STREAMS, _RUNTIME = LANES[0], "lightning_hetero.runtime."
+_DRAIN, _LEFT = "self.lanes.drain()", "[*needs, *self.left]"
+_NEXT = "self._next_origin is not None and self._next_origin.query()"
 _MOMENT, _KEEP = "stream.wait_event(moment)", "queued.keep += (*targets, *sources)"
 _MARK, _CATCH_UP = "return _Mark(self._record(self._compute_stream()))", "self._record(self._compute_stream()).synchronize()"
 LISTED = tuple(
@@ -101,50 +103,16 @@ LISTED = tuple(
     for module, name, function, old, new in (
         (_STREAMS, "copy streams do not wait for compute", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COPIES),
         (_STREAMS, "compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
-        (
-            LANES[0],
-            "memory is taken before another stream gives it back",
-            "_StreamArena._wait",
-            "stream.wait_event(moment)",
-            "pass",
-        ),
-        (
-            LANES[0],
-            "a copy keeps nothing alive for its stream",
-            "StreamLanes.copies",
-            "queued.keep += (*targets, *sources)",
-            "pass",
-        ),
+        (_STREAMS, "memory is taken before another stream gives it back", "_StreamArena._wait", _MOMENT, "pass"),
+        (_STREAMS, "a copy keeps nothing alive for its stream", "StreamLanes.copies", _KEEP, "pass"),
         (_STREAMS, "host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
-        (
-            LANES[0],
-            "a mark passes at once",
-            "StreamLanes.mark",
-            "return _Mark(self._record(self._compute_stream()))",
-            f"return {_ALL}(())",
-        ),
-        (
-            LANES[0],
-            "catching up does nothing",
-            "StreamLanes.catch_up",
-            "self._record(self._compute_stream()).synchronize()",
-            "pass",
-        ),
+        (_STREAMS, "a mark passes at once", "StreamLanes.mark", _MARK, f"return {_ALL}(())"),
+        (_STREAMS, "catching up does nothing", "StreamLanes.catch_up", _CATCH_UP, "pass"),
         (_STREAMS, "a copy outside an op does not wait", "StreamLanes.copies", "self.catch_up()", "pass"),
-        (
-            "lightning_hetero.runtime.executor",
-            "a use that the schedule does not foresee waits for no op",
-            "Executor._stray",
-            "self.lanes.drain()",
-            "pass",
-        ),
-        (
-            "lightning_hetero.runtime.step",
-            "weights that the last step left out are not waited for",
-            "Step.reach",
-            "[*needs, *self.left]",
-            "[*needs]",
-        ),
+        (_STREAMS, "a time is asked for before it is known", "StreamLanes.now", " if event.query() else None", ""),
+        (_STREAMS, "times begin where no stream has come yet", "StreamLanes._renew_origin", _NEXT, "self._next_origin is not None"),
+        (f"{_RUNTIME}executor", "a use that the schedule does not foresee waits for no op", "Executor._stray", _DRAIN, "pass"),
+        (f"{_RUNTIME}step", "weights that the last step left out are not waited for", "Step.reach", _LEFT, "[*needs]"),
     )
 )
 """Breaks that a device would not forgive."""
@@ -179,47 +147,59 @@ RANKS = tuple(
         (_GRADIENTS, "a norm is made of old sums", "SliceGradients.norm_of", "self._collectives.settle()", "pass"),
         (_ON_RANKS, "weights settle while lane net works", "RanksResidency.settle", "self._lanes.drain()", "pass"),
         (_ON_RANKS, "slices leave while lane net works", "RanksResidency._leave", "self._lanes.drain()", "pass"),
-        (
-            _ON_RANKS,
-            "a stray batch ends while lane net works",
-            "RanksResidency.begin_batch",
-            "self._lanes.drain()",
-            "pass",
-        ),
     )
 )
 """Waits of lane ``net``, which no device has part in."""
 
 _WAITING = {
     "wait", "wait_event", "synchronize", "issued", "handed", "record", "passes", "_order", "_wait", "catch_up", "compute_waits",
-    "_follow_allocator", "drain", "_record", "set", "join",
+    "_follow_allocator", "drain", "_record", "set", "join", "release",
 }  # fmt: skip
+_POLLS = {"poll", "query", "is_set", "done", "_has_returned"}
 
 
 def every_other(modules: tuple[str, ...] = LANES, words: frozenset[str] = frozenset(_WAITING)) -> list[Break]:
-    """One break for each statement that waits, records or wakes: it is left out."""
-    found = []
+    """One break for each statement that waits, records or wakes, but for those above: it is left
+    out. A poll finds that all has ended.
+    """
+    found, known = [], {(one.module, one.function, one.old) for one in (*LISTED, *RANKS)}
     for name in modules:
         source = inspect.getsource(importlib.import_module(name))
         for function, node in functions_of(source):
             for statement in ast.walk(node):
                 text = ast.get_source_segment(source, statement) or ""
-                if not _waits(statement, words) or "closing.wait(" in text:  # which is how a lane sleeps
+                polls = _polls(statement)
+                if not (polls or _waits(statement, words)) or "closing.wait(" in text:  # which is how a lane sleeps
+                    continue
+                if (name, function, text) in known:
                     continue
                 title = f"{name.rpartition('.')[2]}.py, {function}: {' '.join(text.split())}"
-                nothing = "__class__" if "super()" in text else "pass"  # the function's code keeps its cell
+                nothing = "return True" if polls else "__class__" if "super()" in text else "pass"  # the code keeps its cell
                 found.append(Break(title, name, function, text, nothing, line=statement.lineno))
     return found
 
 
+def _polls(statement: ast.AST) -> bool:
+    is_value = isinstance(statement, ast.Return) and statement.value is not None and not isinstance(statement.value, ast.Lambda)
+    return is_value and _asks(statement.value)
+
+
+def _asks(expression: ast.AST) -> bool:
+    """Whether it asks how far something is."""
+    return any(isinstance(node, ast.Attribute) and node.attr in _POLLS for node in ast.walk(expression))
+
+
 def _waits(statement: ast.AST, words: frozenset[str]) -> bool:
+    if isinstance(statement, ast.With):
+        return all(isinstance(one, ast.Pass) for one in statement.body)  # a lock that is only waited for
     if isinstance(statement, ast.Expr):
         call: Any = statement.value
     elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Attribute):
         call = statement.value
     elif isinstance(statement, ast.If) and len(statement.body) == 1 and isinstance(statement.body[0], ast.Return):
-        asks = {n.attr for n in ast.walk(statement.test) if isinstance(n, ast.Attribute)}
-        return bool(asks & {"poll", "query", "is_set"}) and "closing" not in asks
+        return _asks(statement.test) and not any(
+            isinstance(n, ast.Attribute) and n.attr == "closing" for n in ast.walk(statement.test)
+        )
     else:
         return False
     calls = [n for n in ast.walk(call) if isinstance(n, ast.Call)]

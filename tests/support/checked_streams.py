@@ -223,12 +223,15 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
 
     def takes(arena: DeviceArena, num_bytes: int, what: str) -> Tensor:
         memory = take(arena, num_bytes, what)
-        checker.use_on_stream(memory, f"taking memory for {what}")
+        uses(arena)(memory, f"taking memory for {what}")
         return memory
 
     def gives(arena: DeviceArena, memory: Tensor) -> None:
-        checker.use_on_stream(memory, "giving memory back")
+        uses(arena)(memory, "giving memory back")
         give(arena, memory)
+
+    def uses(arena: DeviceArena) -> Callable[[Tensor, str], None]:
+        return checker.use_on_stream if isinstance(arena, streams._StreamArena) else checker.use_of_arena
 
     patch.setattr(queue, "QueuedOp", _checked_op(checker))
     patch.setattr(PageLocker, "buffer", locked)
@@ -419,6 +422,7 @@ def checking(*, prompt: bool = False) -> Iterator[Checker]:
             with checker.recording():
                 yield checker
         finally:
+            checker.check_threads()
             checker.check()
 
 

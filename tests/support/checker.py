@@ -88,6 +88,7 @@ class Checker:
         self.parts: weakref.WeakKeyDictionary[NativePart, tuple[Actor, tuple[int, int]]] = weakref.WeakKeyDictionary()
         self.given: dict[int, Clock] = {}  # by the address of what a pool has
         self.threads: weakref.WeakKeyDictionary[threading.Thread, Actor] = weakref.WeakKeyDictionary()
+        self.returned: list[tuple[int, int, Clock]] = []  # what was given back to an arena without streams, and when
         self._regions: list[_Region] = []
         self._freed: deque[tuple[_Region, list[Clock]]] = deque()
         self._local = threading.local()
@@ -101,6 +102,11 @@ class Checker:
             self.forget_freed()
         if self.found:
             raise UnorderedError("\n".join([f"{len(self.found)} pairs of uses have no order:", *list(self.found)[:12]]))
+
+    def check_threads(self) -> None:
+        """The lanes are closed: nothing comes after what a thread of theirs still does."""
+        for thread in [thread for thread in self.threads if thread.name.startswith("lightning-hetero") and thread.is_alive()]:
+            self.found[f"nothing orders the end of the lanes after that of thread {thread.name!r}"] = None
 
     # ---- who -------------------------------------------------------------------------------------
 
@@ -210,15 +216,16 @@ class Checker:
 
     def region_of(self, tensor: Tensor, kind: str = UNKNOWN) -> _Region:
         """The memory of a tensor that has some; it is of this kind if it has just been made."""
-        found = self.find(tensor.data_ptr())
-        if found is None:
-            storage, owner = tensor.untyped_storage(), self.stream()
-            made = Use(owner, owner.clock[owner.number], f"allocation for {self._name('torch')}", writes=True)
-            start = storage.data_ptr()
-            kind = DEVICE if kind == UNKNOWN and owner is not self.compute else kind  # a lane of a stream makes nothing else
-            found = self.region(start, start + storage.nbytes(), kind, made=made, owner=owner)
-            self._watch(found, storage)
-        return found
+        with self.lock:
+            found = self.find(tensor.data_ptr())
+            if found is None:
+                storage, owner = tensor.untyped_storage(), self.stream()
+                made = Use(owner, owner.clock[owner.number], f"allocation for {self._name('torch')}", writes=True)
+                start = storage.data_ptr()
+                kind = DEVICE if kind == UNKNOWN and owner is not self.compute else kind  # a lane of a stream makes nothing else
+                found = self.region(start, start + storage.nbytes(), kind, made=made, owner=owner)
+                self._watch(found, storage)
+            return found
 
     def _watch(self, region: _Region, thing: object) -> None:
         """The region ends with a storage, or with an object of the native library."""
@@ -299,6 +306,18 @@ class Checker:
             self.give_work(stream)
             start = memory.data_ptr()
             self.use(stream, start, start + round_up(memory.nbytes, ALIGNMENT_BYTES), what, writes=True)
+
+    def use_of_arena(self, memory: Tensor, what: str) -> None:
+        """The same without streams: who takes memory comes after those who have given it back."""
+        if memory.numel():
+            host, start = self.host(), memory.data_ptr()
+            end = start + round_up(memory.nbytes, ALIGNMENT_BYTES)
+            with self.lock:
+                for first, last, clock in self.returned:
+                    if first < end and start < last:
+                        host.join(clock)
+                self.use(host, start, end, what, writes=True)
+                self.returned.append((start, end, host.hand_on()))
 
     def ran(self, func: Any, name: str, uses: Sequence[tuple[Tensor, bool]], *, blocks: bool) -> None:
         """An operator of torch has run in this thread."""

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, OpKind
+from lightning_hetero.lanes import streams
 from lightning_hetero.lanes.base import All
+from lightning_hetero.lanes.emulated import EmulatedLanes
 from lightning_hetero.lanes.streams import StreamLanes
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.checked_streams import checked_devices, checking
@@ -33,11 +36,13 @@ class Run:
     recipe: Recipe
     options: dict[str, Any] = field(default_factory=dict)
     kept: bool = False  # every step
+    on_host: bool = False  # the device is the host
     forwards: int = 0  # that the model believes to have made: each odd one leaves the last block out, if it ``skips``
 
     def train(self, folder: Path) -> Outcome:
         options = self.options | ({"disk_path": folder / "store"} if self.kept else {})
-        return self.trained_by(HeteroOffloadStrategy(self.plan, device=EmulatedDevice("4MiB", seed=1), **options), folder)
+        device = None if self.on_host else EmulatedDevice("4MiB", seed=1)
+        return self.trained_by(HeteroOffloadStrategy(self.plan, device=device, **options), folder)
 
     def trained_by(self, strategy: Any, folder: Path, recipe: Recipe | None = None, **trainer: Any) -> Outcome:
         """Trains with a strategy, ``"auto"`` for plain Lightning, and maybe another recipe."""
@@ -63,10 +68,25 @@ RUNS = {
 }
 
 
+ON_HOST = {
+    "disk": Run("disk", Recipe(shape=SHAPE, steps=2, validate=True), on_host=True),
+    "host, clipped": Run("host", Recipe(shape=SHAPE, steps=2, accumulate=2, clip=0.3), kept=True, on_host=True),
+}
+"""Where the device is the host."""
+WITHOUT_STREAMS = ("mixed, clipped", "state comes and goes", *ON_HOST)
+
+
 def training(name: str, folder: Path, *, prompt: bool = False) -> tuple[Outcome, Checker]:
     """Trains one of :data:`RUNS` on a device with streams."""
     with checked_devices(prompt=prompt) as checker:
         got = RUNS[name].train(folder)
+    return got, checker
+
+
+def training_without_streams(name: str, folder: Path, *, prompt: bool = False) -> tuple[Outcome, Checker]:
+    """Trains one of :data:`RUNS` on the emulated device, or one of :data:`ON_HOST`."""
+    with checking(prompt=prompt) as checker:
+        got = (RUNS | ON_HOST)[name].train(folder)
     return got, checker
 
 
@@ -81,9 +101,20 @@ def checked_lanes(*, prompt: bool = False) -> Iterator[tuple[StreamLanes, Checke
             lanes.close()
 
 
-def program(seed: int, *, prompt: bool = False, edges: bool = True) -> tuple[bool, Checker]:
+@contextmanager
+def checked_emulated_lanes(*, prompt: bool = False) -> Iterator[tuple[EmulatedLanes, Checker]]:
+    """The same of an emulated device."""
+    with checking(prompt=prompt) as checker:
+        lanes = EmulatedLanes(EmulatedDevice(MEMORY_BYTES))
+        try:
+            yield lanes, checker
+        finally:
+            lanes.close()
+
+
+def program(seed: int, *, prompt: bool = False, edges: bool = True, streams: bool = True) -> tuple[bool, Checker]:
     """Runs a random program; returns whether its results are right."""
-    with checked_lanes(prompt=prompt) as (lanes, checker):
+    with (checked_lanes if streams else checked_emulated_lanes)(prompt=prompt) as (lanes, checker):
         one = Program(lanes, seed, edges=edges)
         one.run(40)
         return one.equal(), checker
@@ -184,8 +215,20 @@ def a_host_op_behind_compute() -> None:
         lanes.drain()
 
 
+def another_origin() -> None:
+    """Times count from a later origin as soon as compute's stream has come to it."""
+    with checked_lanes() as (lanes, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_ORIGIN_S", -1.0)
+        moments = [lanes.now(), lanes.now()]
+        lanes.catch_up()
+        moments.append(lanes.now())
+        lanes.catch_up()
+        assert None not in [moment() for moment in moments]
+
+
 SCENES: tuple[Callable[[], None], ...] = (
     from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions, through_ops_without_work, a_host_op_behind_compute,
+    another_origin,
 )  # fmt: skip
 
 
@@ -193,7 +236,10 @@ def everything(folder: Path) -> None:
     """Runs all of it; raises what was found first."""
     for seed in range(4):
         assert program(seed)[0]
+        assert program(seed, streams=False)[0]
     for scene in SCENES:
         scene()
     for name in RUNS:
         training(name, folder / name)
+    for name in WITHOUT_STREAMS:
+        training_without_streams(name, folder / f"{name}, without streams")

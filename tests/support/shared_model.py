@@ -285,12 +285,17 @@ def is_as_in_one_process_at_random(out: Path, first: int, number: int) -> None:
             raise
 
 
+def least_memory(out: Path) -> int:
+    """Of all ranks of a node, for plan ``disk``."""
+    strategy = HeteroOffloadStrategy("disk", block_cls="Layer", update_threads=1, host_memory="64KiB")
+    with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs") as refused:
+        trainer(out, strategy).fit(model(), batches())
+    return SHARDS * int(refused.value.needed_bytes)
+
+
 def is_read_from_disk(out: Path) -> None:
     """In the least memory of plan ``disk`` slices come from the disk before each use of a block."""
-    plan = {"plan": "disk", "block_cls": "Layer", "update_threads": 1}
-    with pytest.raises(OutOfMemoryBudgetError, match="plan 'disk' needs") as refused:
-        trainer(out, HeteroOffloadStrategy(**plan, host_memory="64KiB")).fit(model(), batches())
-    least = SHARDS * refused.value.needed_bytes
+    plan, least = {"plan": "disk", "block_cls": "Layer", "update_threads": 1}, least_memory(out)
     for kind, accumulate, clip in [("", 1, None), ("tied frozen", 2, 0.3), ("rare skips", 1, None)]:
         shared, strategy = model(kind, seed=5 + RANK), HeteroOffloadStrategy(**plan, host_memory=least)
         flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "val_check_interval": 2}

@@ -155,6 +155,31 @@ def test_a_barrier_is_met_for_when_its_turn_has_come() -> None:
     assert [rank.num_told for rank in every] == [2, 2]
 
 
+class WaitedFor:
+    """The end of an op that its lane begins no sooner than somebody waits."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._run()
+
+
+def test_compute_meets_the_others_behind_the_ops_of_the_lane() -> None:
+    every = ranks(2)
+
+    def work(rank: Told) -> None:
+        op = rank.announce("REDUCE", 0)
+        rank.follow(WaitedFor(lambda: rank.met(op)))
+        rank.meet("READ", 1)
+
+    all_do(work, every)
+    assert [rank.num_told for rank in every] == [2, 2]
+
+
 def test_ranks_with_other_ops_end_where_these_begin() -> None:
     every = ranks(2)
 
