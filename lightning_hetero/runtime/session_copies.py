@@ -89,9 +89,11 @@ class Copies(Budgets):
         self._end_snapshot()  # one at a time: linked files take space as training goes on
         self.drain()
         parts = [part for block in self.blocks for part in block.parts]
+        slices = None if self.executor is None else self.executor.slices
         self._state_snapshot = take_snapshot(
-            self.store, parts, self.disk_root(), room_bytes=self.directories.room_bytes(self.store)
-        )
+            self.store, parts, self.disk_root(), room_bytes=self.directories.room_bytes(self.store),
+            reads=None if slices is None else slices.reads,
+        )  # fmt: skip
         return self._state_snapshot
 
     def _end_snapshot(self) -> None:

@@ -29,7 +29,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.optim import adam
 from lightning_hetero.runtime.optimizers import OptimizerBinding
-from lightning_hetero.runtime.tensor_sources import StateSource
+from lightning_hetero.runtime.tensor_sources import StateSource, WeightSource
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.geometry import WEIGHTS
 from lightning_hetero.store.live.moved_weights import weights_now
@@ -87,6 +87,10 @@ class SpreadTensor:
             f"{self.name!r} is spread over {len(self.spans)} ranks, and cannot be written. Give the optimizer another state on all "
             f"ranks, with load_state_dict()."
         )
+
+
+Spread = SpreadTensor | WeightSource | StateSource
+"""The source of a tensor of which each rank has a piece, also if it is of a part of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +248,23 @@ class SliceReads:
         dtype = part.dtype if array == WEIGHTS else torch.float32
         return way((self._in_fit.parts.index(part), array, index), part.spans(index), dtype, runs)
 
+    def span(self, source: Spread) -> tuple[int, int]:
+        """What this rank has of a tensor: its first element in memory order, and how many."""
+        spans = source.spans if isinstance(source, SpreadTensor) else source.part.spans(source.index)
+        return spans[self.rank]
+
+    def own(self, source: Spread) -> Tensor:
+        """What this rank has of a tensor, flat. It may change with the next step."""
+        if isinstance(source, SpreadTensor):
+            return source.piece
+        return self._own_of(source.part, WEIGHTS if isinstance(source, WeightSource) else source.array, source.index)
+
     def _own(self, number: int, array: int, index: int) -> Tensor:
-        """What this rank has of a tensor, flat."""
-        if array == _HELD:
-            return self._held[number].piece
+        """The same, as ranks ask for it."""
+        return self._held[number].piece if array == _HELD else self._own_of(self._in_fit.parts[number], array, index)
+
+    def _own_of(self, part: Part, array: int, index: int) -> Tensor:
         place = self._in_fit
-        part = place.parts[number]
         if array == WEIGHTS:
             place.settle(part)
             if index in part.moved:

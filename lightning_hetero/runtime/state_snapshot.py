@@ -29,8 +29,10 @@ from torch import Tensor
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError, StoreError
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
+from lightning_hetero.handles.pieces import Piece
 from lightning_hetero.optim.early_state import is_filled
 from lightning_hetero.optim.subclasses import mapped
+from lightning_hetero.runtime.slice_reads import SliceReads, Spread, SpreadTensor
 from lightning_hetero.runtime.tensor_sources import BlobSource, FileRun, StateSource, WeightSource
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.snapshots import snapshot
@@ -51,9 +53,13 @@ class StateSnapshot:
     Args:
         scratch: A folder for the copies of tensors in memory.
         links: A snapshot of the store, removed by :meth:`close`; ``None`` if nothing is on disk.
+        reads: Says what this rank has of tensors of which each of several ranks has a piece.
     """
 
-    def __init__(self, scratch: Path, links: Path | None, *, overlaps: bool = True) -> None:
+    def __init__(
+        self, scratch: Path, links: Path | None, *, overlaps: bool = True, reads: SliceReads | None = None
+    ) -> None:  # fmt: skip
+        self._reads = reads
         self.overlaps = overlaps  # training may go on before :meth:`close`: the disk has room for fresh files
         self.linked_bytes = self.copied_bytes = 0
         self._folder, self._links = scratch, links
@@ -64,7 +70,10 @@ class StateSnapshot:
         self._closed = threading.Event()
 
     def captured(self, value: Value) -> Value:
-        """The same nested dictionaries and lists; large tensors become handles of the snapshot."""
+        """The same nested dictionaries and lists; large tensors become handles of the snapshot.
+
+        Of tensors that ranks share, each has a :class:`Piece`.
+        """
         if isinstance(value, Mapping):
             return {key: self.captured(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -117,12 +126,14 @@ class StateSnapshot:
         """Waits for :meth:`close`, which the reader calls."""
         self._closed.wait()
 
-    def _tensor(self, value: Tensor) -> Tensor:
+    def _tensor(self, value: Tensor) -> Tensor | Piece:
         if not value.numel():
             return value.detach()
         source = value.source if isinstance(value, OffloadedTensor) else None
         if source is not None and is_filled(value):
             return OffloadedTensor(copy(source), stride=value.stride())
+        if self._reads is not None and isinstance(source, SpreadTensor | WeightSource | StateSource):
+            return self._piece(self._reads, source, tuple(value.stride()))
         run = source.on_file() if isinstance(source, WeightSource | StateSource | BlobSource) else None
         stride = tuple(value.stride())
         name = "a tensor in memory" if source is None else source.name
@@ -135,6 +146,18 @@ class StateSnapshot:
             return content.clone()
         content = content.contiguous()
         return OffloadedTensor(_Captured(name, value.shape, value.dtype, content.stride(), self, self._copy(content)))
+
+    def _piece(self, reads: SliceReads, source: Spread, stride: tuple[int, ...]) -> Piece:
+        first, length = reads.span(source)
+        place: FileRun | int | None = None if isinstance(source, SpreadTensor) else source.on_file()
+        if isinstance(place, FileRun) and place.number in self._blocks:
+            self.linked_bytes += length * source.dtype.itemsize
+        else:
+            content = reads.own(source)
+            self.copied_bytes += content.nbytes
+            place = self._copy(content) if length else 0
+        held = _Captured(source.name, torch.Size([length]), source.dtype, (1,), self, place)
+        return Piece(shape=source.shape, stride=stride, dtype=source.dtype, first=first, length=length, read=held.read)
 
     def _copy(self, content: Tensor) -> int:
         if self._copies is None:
@@ -151,7 +174,9 @@ class StateSnapshot:
         return int(begin)
 
 
-def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int) -> StateSnapshot:
+def take_snapshot(
+    store: TierStore | None, parts: Iterable[Part], scratch: Path, *, room_bytes: int, reads: SliceReads | None
+) -> StateSnapshot:  # fmt: skip
     """A snapshot of a run, while no update is under way; without a store, all is in memory.
 
     At most ``room_bytes`` are written to the folder ``scratch``.
@@ -160,7 +185,7 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
         StoreError: A transfer or a system call failed.
     """
     if store is None or store.files.directory is None:
-        return StateSnapshot(scratch, None)
+        return StateSnapshot(scratch, None, reads=reads)
     for part in parts:
         if part.on_disk:  # its writes in memory go to its file
             if part.state_home is None:
@@ -172,7 +197,7 @@ def take_snapshot(store: TierStore | None, parts: Iterable[Part], scratch: Path,
     snapshot(path, links, slots)
     linked_bytes = sum(place_of(places, name).stat().st_size for name in slots)
     try:
-        return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes)
+        return StateSnapshot(scratch, links, overlaps=linked_bytes <= room_bytes, reads=reads)
     except BaseException:
         for place in places:
             shutil.rmtree(place / links.name, ignore_errors=True)

@@ -29,7 +29,10 @@ from lightning_hetero.store.raw_memory import own_memory, tensor_at
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """The place of a tensor in the files of a native part, once all writes are committed."""
+    """The place in a native part's files of what this rank has of a tensor.
+
+    It has the content once all writes are committed.
+    """
 
     number: int  # of the files
     array: int  # -1 the weights, 0.. a state array
@@ -176,7 +179,7 @@ class WeightSource(_OfParameter):
         if self.device is not None and self.device.newest(self.part, self.index) is not None:
             return None
         unit = self.dtype.itemsize if native.geometry.weight_dtype == U8 else 1
-        return FileRun(native.geometry.id, WEIGHTS, self.part.offsets[self.index] * unit)
+        return FileRun(native.geometry.id, WEIGHTS, self.part.pieces[self.index][0] * unit)
 
     def write(self, value: Tensor) -> None:
         """Replaces the content."""
@@ -244,7 +247,7 @@ class StateSource(_OfParameter):
     def on_file(self) -> FileRun | None:
         """See :meth:`WeightSource.on_file`."""
         native = self.part.native
-        return FileRun(native.geometry.id, self.array, self.part.offsets[self.index]) if native and self.is_in_file else None
+        return FileRun(native.geometry.id, self.array, self.part.pieces[self.index][0]) if native and self.is_in_file else None
 
     @property
     def _is_outdated(self) -> bool:

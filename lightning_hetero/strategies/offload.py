@@ -32,6 +32,7 @@ from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
+from lightning_hetero.runtime.slice_reads import SliceReads
 from lightning_hetero.runtime.state_snapshot import StateSnapshot
 from lightning_hetero.store.format.manifest import alignment_in
 from lightning_hetero.strategies import rank_stores
@@ -69,6 +70,7 @@ class OffloadRun:
         # From ``setup`` on. A model that is too large for memory keeps it after ``teardown``.
         self.session: Session | None = None
         self.training: Training | None = None  # the steps of the current fit
+        self.kept: SliceReads | None = None  # reads the state that ranks have after a fit
         self._retry: Retry | None = None
         self._quantized: list[quantized.Removable] = []  # of layers of bitsandbytes, from setup to teardown
         self.built: Construction | None = None  # the model made in :meth:`building`, until it is placed
@@ -181,7 +183,7 @@ class OffloadRun:
         """
         if self.strategy.accelerator is not None:
             self.strategy.accelerator.setup(trainer)
-        self.has_failed = False
+        self.has_failed, self.kept = False, None
         fits = lightning_of(trainer).is_fit(trainer)
         resumed = self.checkpoints.resumed if fits else None
         session = self._open(resumed, fits=fits)
@@ -397,7 +399,9 @@ class OffloadRun:
 
     def snapshot_state(self) -> StateSnapshot | None:
         """Keeps the state readable for a background save; ``None`` if it is all in memory."""
-        return None if self.session is None else self.session.snapshot_state()
+        if self.session is not None:
+            return self.session.snapshot_state()
+        return None if self.kept is None or self.trainer is None else StateSnapshot(local_root(self.trainer), None, reads=self.kept)
 
     # ---- teardown ----------------------------------------------------------------------------
 
@@ -483,10 +487,10 @@ class OffloadRun:
 
     def _forget_session(self, session: Session) -> None:
         self._last_trace, self._last_report = session.recorder.trace(), session.memory_report()
-        self.session = None
+        self.session, self.kept = None, session.kept_state
 
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), **dict.fromkeys(("session", "training", "_retry", "built", "_imported")), "_quantized": []}
+        return {**vars(self), **dict.fromkeys(("session", "training", "_retry", "built", "_imported", "kept")), "_quantized": []}
 
     # ---- while there is a session, and after it -------------------------------------------------
 

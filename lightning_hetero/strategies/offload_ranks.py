@@ -90,7 +90,6 @@ class HeteroOffloadRanks(_Base):
     """
 
     strategy_name = "hetero_offload"
-    _kept: SliceReads | None = None  # after a fit
     _averaging: Patches | None = None  # hooks of callbacks that average weights, during a fit
 
     def _configure_launcher(self) -> None:
@@ -182,8 +181,6 @@ class HeteroOffloadRanks(_Base):
         if self._layer_sync is not None:
             why = ", which torch's SyncBatchNorm does not do on a CPU," if self.root_device.type == "cpu" else ""
             raise self._refusal(f"sync_batchnorm=True{why}", "Leave it out.")
-        if hasattr(self._checkpoint_io, "attach"):
-            raise self._refusal("LocalFirst, which saves on every rank", "Leave it out: checkpoints are ordinary files.")
         if (precision := str(self.precision_plugin.precision)) not in _PRECISIONS:
             raise self._refusal(f"precision={precision!r}", f"Allowed: {', '.join(map(repr, _PRECISIONS))}.")
 
@@ -195,7 +192,6 @@ class HeteroOffloadRanks(_Base):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Places this rank's slices of the first rank's weights."""
-        self._kept = None
         if refused := _unshared(self.run.module):
             raise self._refusal(*refused)
         Offloading.setup(self, trainer)
@@ -214,12 +210,10 @@ class HeteroOffloadRanks(_Base):
 
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""
-        session = self.session
         if self._averaging is not None:
             self._averaging.restore()
             self._averaging = None
         Offloading.teardown(self)
-        self._kept = None if session is None else session.kept_state
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
@@ -255,7 +249,7 @@ class HeteroOffloadRanks(_Base):
     def _reads(self) -> SliceReads | None:
         session = self.session
         slices = None if session is None else session.running.slices
-        return self._kept if slices is None else slices.reads  # after the fit, or before the ranks are connected
+        return self.run.kept if slices is None else slices.reads  # after the fit, or before the ranks are connected
 
     @contextmanager
     def materialize(self, params: nn.Module | Sequence[nn.Parameter]) -> Iterator[None]:
@@ -287,6 +281,8 @@ def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
     begin(parallel_devices=list(devices), cluster_environment=environment, **kept)
     strategy.run = run
     run.join(_Ranks(run))
+    if kept["checkpoint_io"] is not None:
+        strategy.checkpoint_io = kept["checkpoint_io"]  # one that saves on all ranks changes the class
 
 
 def share_buffers(run: OffloadRun) -> None:

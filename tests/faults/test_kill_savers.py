@@ -16,7 +16,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return report_of(str(SCRIPT), tmp_path_factory)
 
 
-@pytest.mark.parametrize("case", ["elsewhere", "linked"])
+@pytest.mark.parametrize("case", ["elsewhere", "linked", "local_first"])
 def test_any_number_of_ranks_goes_on_from_what_ranks_have_saved(report: Report, case: str) -> None:
     found = report[case]
     assert found["reached"], "no rank was killed"

@@ -17,8 +17,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lightning_hetero.parallel.recovery import TieredCheckpoints
+from lightning_hetero.parallel.recovery.writer import LayerWriter
 from lightning_hetero.runtime import linked_steps
-from lightning_hetero.strategies import HeteroOffloadStrategy
+from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 from support import shared_model
 from support.shared_stores import MIXED, POINTS, Kill, Model, losses, run, same_end, train, was_killed
 
@@ -27,6 +29,8 @@ POINTS |= {
     "once its links are made": (linked_steps, "snapshot", "after"),
     "before all links get their name": (linked_steps, "_put", "before"),
     "once all links have their name": (linked_steps, "_put", "after"),
+    "before it writes to its disk": (LayerWriter, "write_data", "before"),
+    "before its remote copy": (LayerWriter, "upload", "before"),
 }
 
 
@@ -116,12 +120,71 @@ def linked(root: Path, reference: Path) -> dict[str, Any]:
     return {"reached": reached, "same": same}
 
 
+class SavesEpochs(pl.Callback):
+    """Saves as an epoch ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+def fit_locally(out: Path, rank: int, *, resume: Any = None, epochs: int = 3, end: str = "end.ckpt", **options: Any) -> None:
+    """Saves on the local disk first, after each epoch and after the fit. Alone: plain Lightning."""
+    torch.manual_seed(5)
+    model, shares = Model(), shared_model.WORLD > 1
+    strategy = HeteroOffloadStrategy(MIXED, block_cls="Layer", update_threads=1, **options) if shares else "auto"
+    torch.manual_seed(11 + rank)
+    plugins, callbacks = [LocalFirst(disk=out / "local")], [SavesEpochs(out / "run")]
+    trainer = shared_model.trainer(out, strategy, max_epochs=epochs, plugins=plugins, callbacks=callbacks)
+    trainer.fit(model, shared_model.batches(rank), ckpt_path=resume)
+    trainer.save_checkpoint(out / end)
+    plugins[0].wait()
+
+
+def local_first(root: Path, _: Path) -> dict[str, Any]:
+    """What is whole on the local disk counts without a remote copy, for any number of ranks."""
+    whole, reached, same = fresh(root / "whole"), True, True
+    assert not any(run(2, partial(fit_locally, whole, disk_path=whole / "store")))
+    assert not any(run(2, partial(fit_locally, whole, disk_path=whole / "store", resume=whole / "store", end="again.ckpt")))
+    same &= same_state(whole / "again.ckpt", whole / "end.ckpt")
+    for kill, epoch, worlds in [
+        (Kill(1, "before it writes to its disk", 2), 0, ()), (Kill(0, "before its remote copy", 2), 1, (3, 1)),
+    ]:  # fmt: skip
+        out = fresh(root / "local")
+        statuses = run(2, partial(fit_locally, out), kill)
+        reached &= any(map(was_killed, statuses))
+        shutil.copytree(out / "local", out / "left")
+        saved = [(world, epoch + 1, f"run/{epoch}.ckpt") for world in worlds]
+        for world, epochs, end in [*saved, (2, 3, "end.ckpt")]:
+            shutil.rmtree(out / "local")
+            shutil.copytree(out / "left", out / "local")
+            assert not any(run(world, partial(fit_locally, out, resume="newest", epochs=epochs)))
+            same &= same_state(out / "end.ckpt", whole / end)
+    shutil.rmtree(out / "local")
+    assert not any(run(2, partial(fit_locally, out, resume=out / "run" / "0.ckpt", end="remote.ckpt")))
+    return {"reached": reached, "same": same and same_state(out / "remote.ckpt", whole / "end.ckpt")}
+
+
+def same_state(path: Path, other: Path) -> bool:
+    """Whether two checkpoints have the same weights and optimizer state."""
+    mine, theirs = (TieredCheckpoints().load(one) for one in (path, other))
+    return mine is not None and theirs is not None and _same(mine.state, theirs.state)
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return got.keys() == wanted.keys() and all(_same(got[key], value) for key, value in wanted.items())
+    return torch.equal(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
+
+
 def main(root: Path, *names: str) -> None:
     """Runs all cases, and prints what became of them."""
     os.chdir(root)
     reference, report = fresh(root / "reference"), {}
     assert not any(run(2, lambda rank: train(reference, rank, "host", resume=False, store=False)))
-    for case in (elsewhere, linked):
+    for case in (elsewhere, linked, local_first):
         if not names or case.__name__ in names:
             report[case.__name__] = case(root, reference)
     print(json.dumps(report))

@@ -20,19 +20,20 @@ import time
 import uuid
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, contents_of
+from lightning_hetero.handles.pieces import Piece
 from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
 from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 from lightning_hetero.units import KIB, MIB
@@ -91,20 +92,33 @@ def own_name(rank: int) -> str:
 class LayerPlanner(DefaultSavePlanner):
     """Keeps every rank's whole plan: replicas are wanted, and the writer chooses among them.
 
-    Handles (``handles.offloaded_tensor``) are planned by shape and read when they are written.
+    Handles (``handles.offloaded_tensor``) are planned by shape and read when they are written, and
+    so are pieces of tensors (``handles.pieces``), of which each rank has another one.
     """
 
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         """Sets handles aside."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._pieces = {name: value for name, value in self.state_dict.items() if isinstance(value, Piece)}
         self._handles = {name: value for name, value in self.state_dict.items() if isinstance(value, OffloadedTensor)}
         self.state_dict = {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta") if name in self._handles else value
             for name, value in self.state_dict.items()
+            if name not in self._pieces
         }
 
+    def create_local_plan(self) -> SavePlan:
+        """Also plans this rank's pieces."""
+        plan = super().create_local_plan()
+        items = [item for name, piece in self._pieces.items() for item in _items_of(name, piece)]
+        self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
+        return self.plan
+
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The object to write; for a handle its content."""
+        """The object to write; for a handle or a piece its content."""
+        piece = self._pieces.get(index.fqn)
+        if piece is not None:
+            return piece.content(tuple(index.offset or ()))
         handle = self._handles.get(index.fqn)
         return super().lookup_object(index) if handle is None else contents_of(handle)
 
@@ -112,6 +126,20 @@ class LayerPlanner(DefaultSavePlanner):
         """The plans unchanged, and metadata with every chunk once."""
         _, metadata = super().create_global_plan(all_plans)
         return all_plans, metadata
+
+
+def _items_of(name: str, piece: Piece) -> Iterator[WriteItem]:
+    for box in piece.boxes():
+        offsets = torch.Size(box.offsets)
+        yield WriteItem(
+            index=MetadataIndex(name, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(box.sizes)),
+                properties=TensorProperties(dtype=piece.dtype),
+                size=piece.shape,
+            ),
+        )
 
 
 class LayerWriter(StorageWriter):

@@ -18,7 +18,7 @@ from lightning_hetero.errors import (
     OutOfMemoryBudgetError,
     UnsupportedError,
 )
-from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
+from lightning_hetero.strategies import HeteroOffloadStrategy
 from lightning_hetero.strategies.offload_ranks import _unshared
 
 
@@ -34,7 +34,6 @@ class Other(Precision):
         ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({}, {"plugins": Other()}, ["precision='other'", "'bf16-mixed'"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
-        ({}, {"plugins": LocalFirst()}, ["LocalFirst", "Leave it out"]),
     ],
 )
 def test_several_devices_refuse_by_name_before_processes_start(
