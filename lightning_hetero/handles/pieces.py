@@ -25,7 +25,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """What one rank has of a tensor.
 
     Attributes:

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, OutOfDiskError, StoreError
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
-from lightning_hetero.handles.pieces import Piece
+from lightning_hetero.handles.pieces import TensorPiece
 from lightning_hetero.optim.early_state import is_filled
 from lightning_hetero.optim.subclasses import mapped
 from lightning_hetero.runtime.slice_reads import SliceReads, Spread, SpreadTensor
@@ -72,7 +72,7 @@ class StateSnapshot:
     def captured(self, value: Value) -> Value:
         """The same nested dictionaries and lists; large tensors become handles of the snapshot.
 
-        Of tensors that ranks share, each has a :class:`Piece`.
+        Of tensors that ranks share, each has a :class:`TensorPiece`.
         """
         if isinstance(value, Mapping):
             return {key: self.captured(item) for key, item in value.items()}
@@ -126,7 +126,7 @@ class StateSnapshot:
         """Waits for :meth:`close`, which the reader calls."""
         self._closed.wait()
 
-    def _tensor(self, value: Tensor) -> Tensor | Piece:
+    def _tensor(self, value: Tensor) -> Tensor | TensorPiece:
         if not value.numel():
             return value.detach()
         source = value.source if isinstance(value, OffloadedTensor) else None
@@ -147,7 +147,7 @@ class StateSnapshot:
         content = content.contiguous()
         return OffloadedTensor(_Captured(name, value.shape, value.dtype, content.stride(), self, self._copy(content)))
 
-    def _piece(self, reads: SliceReads, source: Spread, stride: tuple[int, ...]) -> Piece:
+    def _piece(self, reads: SliceReads, source: Spread, stride: tuple[int, ...]) -> TensorPiece:
         first, length = reads.span(source)
         place: FileRun | int | None = None if isinstance(source, SpreadTensor) else source.on_file()
         if isinstance(place, FileRun) and place.number in self._blocks:
@@ -157,7 +157,7 @@ class StateSnapshot:
             self.copied_bytes += content.nbytes
             place = self._copy(content) if length else 0
         held = _Captured(source.name, torch.Size([length]), source.dtype, (1,), self, place)
-        return Piece(shape=source.shape, stride=stride, dtype=source.dtype, first=first, length=length, read=held.read)
+        return TensorPiece(shape=source.shape, stride=stride, dtype=source.dtype, first=first, length=length, read=held.read)
 
     def _copy(self, content: Tensor) -> int:
         if self._copies is None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import examples
 
-from lightning_hetero.handles.pieces import Piece
+from lightning_hetero.handles.pieces import TensorPiece
 
 
 @examples(60)
@@ -27,7 +27,7 @@ def test_the_boxes_of_all_pieces_are_the_tensor(shape, order, cuts):
     ends = sorted({0, *(cut for cut in cuts if cut < memory.numel()), memory.numel()})
     found, number = torch.zeros_like(tensor), 0
     for begin, end in pairwise(ends):
-        piece = Piece(
+        piece = TensorPiece(
             shape=tensor.shape, stride=tensor.stride(), dtype=tensor.dtype, first=begin, length=end - begin,
             read=lambda begin=begin, end=end: memory[begin:end],
         )  # fmt: skip
@@ -42,7 +42,7 @@ def test_the_boxes_of_all_pieces_are_the_tensor(shape, order, cuts):
 
 
 def test_nothing_is_no_box():
-    piece = Piece(shape=torch.Size([3]), stride=(1,), dtype=torch.float32, first=2, length=0, read=lambda: torch.empty(0))
+    piece = TensorPiece(shape=torch.Size([3]), stride=(1,), dtype=torch.float32, first=2, length=0, read=lambda: torch.empty(0))
     assert piece.boxes() == []
     with pytest.raises(KeyError):
         piece.content((2,))

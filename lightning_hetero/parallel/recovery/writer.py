@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor, contents_of
-from lightning_hetero.handles.pieces import Piece
+from lightning_hetero.handles.pieces import TensorPiece
 from lightning_hetero.parallel.recovery.layer_map import REST, SUFFIX, LayerMap, StoredFile, checksums, chunk_key, layer_of
 from lightning_hetero.parallel.recovery.tiers import CheckpointTier
 from lightning_hetero.units import KIB, MIB
@@ -99,7 +99,7 @@ class LayerPlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         """Sets handles aside."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._pieces = {name: value for name, value in self.state_dict.items() if isinstance(value, Piece)}
+        self._pieces = {name: value for name, value in self.state_dict.items() if isinstance(value, TensorPiece)}
         self._handles = {name: value for name, value in self.state_dict.items() if isinstance(value, OffloadedTensor)}
         self.state_dict = {
             name: torch.empty(value.shape, dtype=value.dtype, device="meta") if name in self._handles else value
@@ -128,7 +128,7 @@ class LayerPlanner(DefaultSavePlanner):
         return all_plans, metadata
 
 
-def _items_of(name: str, piece: Piece) -> Iterator[WriteItem]:
+def _items_of(name: str, piece: TensorPiece) -> Iterator[WriteItem]:
     for box in piece.boxes():
         offsets = torch.Size(box.offsets)
         yield WriteItem(
