@@ -181,6 +181,23 @@ def test_links_as_checkpoints_are_copies_of_what_is_on_other_disks(disks: list[P
     assert_same(train(tmp_path, striped([tmp_path / "elsewhere"]), RECIPE, store=kept), rest_of(plain))
 
 
+def test_a_copy_of_the_first_directory_is_refused_while_the_original_is_there(
+    disks: list[Path], plain: Outcome, tmp_path: Path
+) -> None:
+    train(tmp_path, striped(disks), RECIPE, stop=STOP)
+    copy = tmp_path / "copy"
+    shutil.copytree(disks[0], copy)
+    for options in ({"store": copy}, {}):
+        with pytest.raises(ConfigError, match=r"copy' is a copy of '.*ssd0/run'.*both would write.*new directories as disk_path"):
+            train(tmp_path, striped([copy, *disks[1:]], new_run=not options), RECIPE, **options)
+    new = [tmp_path / name for name in ("new0", "new1", "new2")]
+    assert_same(train(tmp_path, striped(new), RECIPE, store=disks[0]), rest_of(plain))  # as the error says
+    shutil.move(copy, copy.with_name("moved"))
+    shutil.rmtree(disks[0])
+    now = [copy.with_name("moved"), *disks[1:]]
+    assert_same(train(tmp_path, striped(now), RECIPE, store=now[0]), rest_of(plain))  # it was moved by way of a copy
+
+
 def test_the_room_for_links_is_that_on_each_disk(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         first, second = tmp_path / "run", Path(memory) / "run"

@@ -264,7 +264,7 @@ def write_manifest(
         place = {"id": member.set_id, "number": member.set_number, "ranks": member.ranks, "rank": member.rank}
         manifest["set"] = place if member.nodes == 1 else {**place, "nodes": member.nodes}
     if stripes:
-        manifest["stripes"] = list(map(os.fspath, stripes))
+        manifest |= {"stripes": list(map(os.fspath, stripes)), "home": os.fspath(path)}
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:

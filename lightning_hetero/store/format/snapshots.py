@@ -84,7 +84,7 @@ def snapshot(
         marks = {"snapshot": True} if origin is None else {"snapshot": False, "origin": origin}
         manifest = theirs | {"temporary": False, **marks}
         if not is_inside and (stripes or len(places) > 1):
-            manifest |= {"stripes": list(map(os.fspath, stripes)), "version": STRIPED}
+            manifest |= {"stripes": list(map(os.fspath, stripes)), "home": os.fspath(target), "version": STRIPED}
         _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
         sync(partial)
         put(partial, target)

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.errors import ConfigError, StoreCorruptError
+from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError
 from lightning_hetero.store.format.manifest import MANIFEST, manifest_at
 
 _STRIPE = re.compile(r"stripe-[0-9a-f]{32}")
@@ -39,12 +39,39 @@ def stripes_in(path: Path, manifest: Mapping[str, Any]) -> tuple[Path, ...]:
     """The stripes that a store's manifest names.
 
     Raises:
-        ConfigError: It does not name paths of stripes.
+        ConfigError: It does not name paths of stripes. Or they are those of the store of which this
+            directory is a copy.
     """
-    rows = manifest.get("stripes", [])
-    if isinstance(rows, list) and all(isinstance(row, str) and _STRIPE.fullmatch(os.path.basename(row)) for row in rows):
+    rows = _rows(manifest)
+    if rows is not None:
+        if rows and (original := _original(path, manifest)) is not None:
+            raise ConfigError(
+                f"{str(path)!r} is a copy of {str(original)!r}, whose blocks are also on other disks ({rows[0]!r}): both would "
+                f"write there. To have a copy, pass ckpt_path={str(original)!r} and new directories as disk_path: the last step "
+                f"is copied. If the original is to go, remove its file {MANIFEST}."
+            )
         return tuple(map(Path, rows))
     raise ConfigError(f"{str(path / MANIFEST)!r} has stripes {rows!r}; allowed: a list of paths that end in stripe-…")
+
+
+def _rows(manifest: Mapping[str, Any]) -> list[str] | None:
+    rows = manifest.get("stripes", [])
+    is_right = isinstance(rows, list) and all(isinstance(row, str) and _STRIPE.fullmatch(os.path.basename(row)) for row in rows)
+    return rows if is_right else None
+
+
+def _original(path: Path, manifest: Mapping[str, Any]) -> Path | None:
+    """Another directory that has the stripes of a store: that where its manifest was written."""
+    home = manifest.get("home")
+    original = Path(home) if isinstance(home, str) else path
+    try:
+        if not (original / MANIFEST).is_file() or original.samefile(path):
+            return None
+        theirs = _rows(manifest_at(original)) or []
+    except (ConfigError, StoreError, OSError):
+        return None
+    names = set(map(os.path.basename, _rows(manifest) or []))
+    return None if names.isdisjoint(map(os.path.basename, theirs)) else original
 
 
 def found_stripes(path: Path, recorded: Sequence[Path], further: Sequence[Path]) -> list[Path]:
