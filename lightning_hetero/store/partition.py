@@ -41,6 +41,8 @@ BlockCls = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 
 ALIGNMENT_BYTES = 64  # of each parameter in host memory: whole cache lines
 
+_UNCALLED = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+
 # Weights, gradients and state arrays of a part have the same offsets in elements, so the update
 # kernels' split points must be on such a multiple, too. The engine checks it.
 _ELEMENTS = 16
@@ -76,7 +78,8 @@ class BlockSpec:
 
     Attributes:
         name: The module's name; ``"(root)"`` for parameters of the root module itself.
-        module: The module whose forward is the block's anchor.
+        module: The module whose forward is the block's anchor. That of a list or dictionary of
+            parameters, which has no forward, is the module that has it.
         params: Its parameters by name; tied parameters appear only in the block of their first use.
         pinned: The weights must stay in memory: leftovers, blocks that share a parameter with
             another module, and trained parts of frozen blocks.
@@ -126,7 +129,9 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
     specs: list[BlockSpec] = []
     owner: dict[int, BlockSpec] = {}
 
-    def visit(module: nn.Module, name: str, block: BlockSpec | None) -> None:
+    def visit(module: nn.Module, name: str, block: BlockSpec | None, caller: nn.Module) -> None:
+        if not isinstance(module, _UNCALLED):
+            caller = module
         if block is None and id(module) in repeated:
             block = BlockSpec(name or "(root)", module)
             specs.append(block)
@@ -135,7 +140,7 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
             if param is None:
                 continue
             if own is None:
-                own = BlockSpec(name or "(root)", module, pinned=True)
+                own = BlockSpec(name or "(root)", caller, pinned=True)
                 specs.append(own)
             first = owner.setdefault(id(param), own)
             if first is own:
@@ -144,9 +149,9 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
                 first.pinned = True  # tied: another block computes with it too
         for key, child in module._modules.items():
             if child is not None:
-                visit(child, f"{name}.{key}" if name else key, block)
+                visit(child, f"{name}.{key}" if name else key, block, caller)
 
-    visit(root, "", None)
+    visit(root, "", None, root)
     return [half for spec in specs if spec.params for half in _apart(_without_aliases(spec))]
 
 

@@ -28,7 +28,7 @@ def test_adapters_train_on_frozen_weights_that_one_rank_reads(tmp_path: Path) ->
     pytest.importorskip("peft", reason="peft, whose adapters are trained here, is missing")
     scenarios = (
         *("trains_adapters", "trains_16_bit_adapters_on_disk", "has_a_chunked_head"),
-        *("saves_adapters_alone", "sets_what_files_lack"),
+        *("saves_adapters_alone", "sets_what_files_lack", "trains_adapters_of_an_embedding"),
     )
     run(tmp_path, *scenarios, script=ADAPTERS)
 

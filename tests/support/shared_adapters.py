@@ -33,6 +33,7 @@ KINDS = {
     "lora": peft.LoraConfig(**LORA),
     "dora": peft.LoraConfig(use_dora=True, **LORA),
     "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
+    "embedding": peft.LoraConfig(**LORA | {"target_modules": ["embed_tokens", "q_proj"]}),
 }
 
 
@@ -116,6 +117,13 @@ class Keeps(pl.Callback):
             self.read += [frozen.clone(), *(trainer.optimizers[0].state[p]["exp_avg"].clone() for p in trained[:2])]
 
 
+def trains_adapters_of_an_embedding(out: Path) -> None:
+    """They are in dictionaries of parameters, which have no forward of their own."""
+    shared, folder = model("embedding", cls=Adapted, folder=_folder(out), meta=True), out
+    trainer(out, _strategy(folder)).fit(shared, batches())
+    same(shared, reference("embedding", cls=Adapted, folder=folder))
+
+
 def trains_adapters(out: Path) -> None:
     """Frozen weights come from files, every byte of which one rank reads; adapters train."""
     folder, read = _folder(out), torch.zeros(1)
@@ -126,7 +134,7 @@ def trains_adapters(out: Path) -> None:
         original(self, file, offset, target)
 
     StoredTensor._read = counted
-    for kind in KINDS:
+    for kind in ("lora", "dora", "ia3"):
         read.zero_()
         shared, keeps = model(kind, cls=Adapted, folder=folder, meta=True), Keeps(out)
         with mock.patch.object(placement.log, "info") as said:

@@ -190,3 +190,13 @@ def test_a_trained_view_of_another_parameter_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["copy", "halves"])
 def test_parameters_side_by_side_in_memory_are_no_views_of_each_other(kind: str) -> None:
     partition(viewing(kind))
+
+
+def test_parameters_of_a_list_have_the_anchor_of_the_module_around_it() -> None:
+    """A list or dictionary of parameters has no forward, so nothing says when they are used."""
+    inner = nn.Module()
+    inner.lists = nn.ModuleDict({"a": nn.ParameterList([nn.Parameter(torch.ones(2))])})
+    inner.named = nn.ParameterDict({"b": nn.Parameter(torch.ones(2))})
+    root = nn.Module()
+    root.inner = inner
+    assert [(s.name, s.module) for s in partition(root)] == [("inner.lists.a", inner), ("inner.named", inner)]
