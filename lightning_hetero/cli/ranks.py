@@ -67,7 +67,7 @@ def together(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> dict
         return {}
     speed, disk = count(found.tokens_per_s, "tokens/s"), f", {format_bytes(found.disk_bytes)} of disk" if found.disk_bytes else ""
     if found.ranks == 1:
-        why = "the plan has updates on the device, or another placement that devices do not share"
+        why = "the plan has a placement that devices do not share"
         return {"all devices": f"at most {speed}, without the time of collectives and with a whole copy each: {why}"}
     return {
         "all devices": f"{speed}; {format_bytes(found.host_peak_bytes)} of host memory{disk}",

@@ -44,6 +44,7 @@ _CHAINS = {
     (OpKind.STORE, Payload.WEIGHTS): (Chain.HOST, Chain.STATE),
     (OpKind.STORE, Payload.STATE): (Chain.HOST, Chain.STATE),
     (OpKind.SWAP_IN, Payload.STATE): (Chain.STATE,),
+    (OpKind.SWAP_IN, Payload.GRADIENTS): (Chain.HOST, Chain.STATE, Chain.GRADIENTS),
     (OpKind.SWAP_OUT, Payload.WEIGHTS): (Chain.DEVICE, Chain.HOST, Chain.STATE),
     (OpKind.SWAP_OUT, Payload.STATE): (Chain.HOST, Chain.STATE),
     (OpKind.MIRROR, Payload.WEIGHTS): (Chain.HOST, Chain.STATE),
@@ -67,14 +68,14 @@ def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) ->
 
     - On the host: the STORE, which reads what the UPDATE wrote; likewise for state, which waits for
       its way back before it goes up.
-    - On the device: an UPLOAD waits for the CPU's UPDATE, which makes what it copies; where the
-      device updates weights that live on the host, the copy it leaves there.
+    - On the device: an UPLOAD waits for the UPDATE that makes what it copies; where the device
+      updates weights, for their copy on the host.
     """
     if chain in (Chain.HOST, Chain.STATE) and placed.stored:
         yield OpKind.STORE, block
     if chain is Chain.STATE and kind is OpKind.SWAP_IN:
         yield OpKind.SWAP_OUT, block
-    if chain is Chain.DEVICE and kind in (OpKind.UPLOAD, OpKind.GATHER) and placed.on_cpu:
+    if chain is Chain.DEVICE and kind in (OpKind.UPLOAD, OpKind.GATHER) and placed.through_host:
         yield OpKind.UPDATE, block
     if chain is Chain.DEVICE and placed.weights_return:
         yield OpKind.SWAP_OUT, block
@@ -92,7 +93,7 @@ def earlier_reduce(placed: Sequence[PlacedBlock], order: Sequence[int], depth: i
         depth: The plan's ``gradient_depth``.
         number: The place of the GRAD among those of its step.
     """
-    blocks = [block for block in dict.fromkeys(order) if placed[block].on_cpu]
+    blocks = [block for block in dict.fromkeys(order) if placed[block].through_host]
     if number < min(depth, len(blocks)):
         yield OpKind.REDUCE, blocks[min(depth, len(blocks)) - 1 - number]
 

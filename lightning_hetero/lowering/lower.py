@@ -56,7 +56,7 @@ def lower(
             lives on such a device, or the device update what several ranks share.
         OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
-    placed = placements(plan, model, device=device is not None)
+    placed = placements(plan, model, device=device is not None, ranks=1 if device is None else device.ranks)
     _check_plan(plan, placed, capacity_bytes, device)
     return _Lowering(plan, signature, placed, resident, capacity_bytes, device).run()
 
@@ -108,10 +108,10 @@ def last_gradients(
     device.
     """
     block = anchors[index].block
-    if placed[block].on_cpu:
+    if placed[block].through_host:
         yield departure, block
     if anchors[index - 1].phase is Phase.FORWARD:
-        first = [b for b in dict.fromkeys(a.block for a in anchors[:index]) if placed[b].on_cpu and b != block]
+        first = [b for b in dict.fromkeys(a.block for a in anchors[:index]) if placed[b].through_host and b != block]
         yield from ((departure, b) for b in first[:DEVICE_GRADIENTS])
 
 
@@ -138,7 +138,7 @@ class _Lowering:
         uses = Uses(anchors, signature.order)
         if signature.updates is not Updates.NONE and not updates_in_backward(plan, signature.updates):
             for block in dict.fromkeys(signature.order):
-                if placed[block].weights_return:
+                if placed[block].weights_return and not placed[block].through_host:
                     uses.add(len(self._anchors) - 1, block)
         self._issue = Issue(placed, device=device is not None)
         higher = frozenset[int]()  # blocks that stay on the device
@@ -222,9 +222,9 @@ class _Lowering:
             return ()
         if placed.renewed:
             return ((self._arrival, anchor.block),)
-        # A copy that an update of the CPU has outdated is not in place: the next UPLOAD waits for
-        # that update.
-        return () if placed.below_device and placed.on_cpu else ((OpKind.UPDATE, anchor.block),)
+        # A copy that an update outside the device's copy has outdated is not in place: the next
+        # UPLOAD waits for that update.
+        return () if placed.below_device and placed.through_host else ((OpKind.UPDATE, anchor.block),)
 
 
 def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, device: DeviceRoom | None) -> None:
@@ -244,10 +244,10 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
             )
         if on_host and keeps_less(row.plan):
             _refuse_swaps(plan, row)
-        if ranks > 1 and row.trainable and not row.on_cpu:
+        if ranks > 1 and on_host and row.trainable and not row.on_cpu:
             raise ConfigError(
-                f"plan {plan.name!r}: block {name!r} has update='device'; {ranks} ranks share the model, and each updates its "
-                f"slice on the CPU. Allowed: 'cpu'."
+                f"plan {plan.name!r}: block {name!r} has update='device'; the devices of {ranks} ranks are the host's own CPU. "
+                f"Allowed: 'cpu'."
             )
         if device is not None and row.on_cpu and row.plan.state is Tier.DEVICE:
             raise ConfigError(

@@ -16,8 +16,8 @@ holds
 - *gradients for updates on the device*: of ``u`` or of the block before it if updates run during
   backward, else of all blocks from ``u`` on. Over several micro-batches: of all blocks;
 - *state on its way*: of the ``DEVICE_STATES`` largest blocks whose state comes for an update on the
-  device. If updates follow backward and no forward overtakes them, state takes the place of
-  activations, as in Deep Optimizer States;
+  device; of several ranks also the slices of gradients and weights. If updates follow backward and
+  no forward overtakes them, state takes the place of activations, as in Deep Optimizer States;
 - the cache: at least the largest block whose weights live below the device.
 
 The host holds
@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
@@ -180,44 +180,41 @@ def needs_of_shape(
         ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
         gathers_in_place: They have whole weights in the same memory, where their slices are.
     """
-    placed = placements(plan, model, device=not shared_memory)
+    placed = there = placements(plan, model, device=not shared_memory, ranks=ranks)
+    if ranks > 1 and not shared_memory:  # devices have whole weights and gradients
+        there = placements(plan, whole_of(model, ranks), device=True, ranks=ranks)
     slots = num_slots(model.kept_every)
     in_backward = updates_in_backward(plan, updates)
     last = plan.micro_batches > 1 or (shared_memory and updates not in (Updates.NONE, Updates.IN_BACKWARD))
-    gradients = list(_gradients(plan, placed, in_backward=in_backward, last=last, shared=shared_memory))
     activations = list(_activations(plan, placed))
-    state = sum(sorted((p.shape.state_bytes for p in placed if p.state_moves), reverse=True)[:DEVICE_STATES])
-    early = state if in_backward or plan.priority else 0
-    moments = [
-        *(_moment(*a, *g, early, shared=shared_memory) for a, g in zip(reversed(activations), gradients, strict=True)),
-        _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), state, buckets, shared=shared_memory),
-    ]
-    device, host = _held(placed, constant, staging_bytes)
+    visiting = sum(sorted((p.visiting_bytes for p in placed), reverse=True)[:DEVICE_STATES])
+    early = visiting if in_backward or plan.priority else 0
+
+    def moments(rows: Sequence[PlacedBlock]) -> Iterator[tuple[Rows, Rows]]:
+        gradients = list(_gradients(plan, rows, in_backward=in_backward, last=last, shared=shared_memory))
+        for each, waiting in zip(reversed(activations), gradients, strict=True):
+            yield _moment(*each, *waiting, early, shared=shared_memory)
+        yield _moment(0, 0, *(gradients[-1] if gradients else (0, 0)), visiting, buckets, shared=shared_memory)
+
+    device, host = _held(there, constant, staging_bytes)[0], _held(placed, constant, staging_bytes)[1]
     beside = beside_slices_bytes if shared_memory else beside_devices_bytes
     host = summed(host, {Purpose.RANKS: beside(plan, model, ranks, in_place=gathers_in_place)})
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
     if shared_memory:
         device, host = {}, summed(device, host)
-    found = Needs(
-        device={**device, **_largest(d for d, _ in moments)},
-        host={**host, **_largest(h for _, h in moments)},
+    return Needs(
+        device={**device, **_largest(d for d, _ in moments(there))},
+        host={**host, **_largest(h for _, h in moments(placed))},
         disk={
             Purpose.WEIGHTS: sum(weight_file_bytes(p.shape, model.kept_every) for p in placed if p.on_disk),
             Purpose.STATE: sum(slots * p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
             Purpose.ACTIVATIONS: sum(p.saved.to_disk for p in placed),
             Purpose.MIRRORS: mirror_file_bytes(plan, model),
         },
-        device_caches=tuple(p.shape.weight_bytes for p in placed if p.below_device),
+        device_caches=tuple(p.shape.weight_bytes for p in there if p.below_device),
         host_caches=tuple(p.shape.weight_bytes for p in placed if p.on_disk),
         streamed_bytes=sum(p.shape.state_bytes for p in placed if p.plan.state is Tier.DISK),
     )
-    if shared_memory or ranks == 1:
-        return found
-    whole = needs_of_shape(  # as devices have weights and gradients
-        plan, whole_of(model, ranks), shared_memory=False, updates=updates, staging_bytes=staging_bytes, constant=constant,
-        buckets=buckets,
-    )  # fmt: skip
-    return replace(found, device=whole.device, device_caches=whole.device_caches)
 
 
 def num_slots(kept_every: int) -> int:
@@ -318,7 +315,7 @@ def _gradients(
         last: They last from one backward to the next.
         shared: The device is the host's own CPU.
     """
-    sizes = [(p.shape.gradient_bytes * p.on_cpu, p.shape.gradient_bytes * (not p.on_cpu)) for p in reversed(placed)]
+    sizes = [(p.shape.gradient_bytes * p.through_host, p.shape.gradient_bytes * (not p.through_host)) for p in reversed(placed)]
     for_cpu = [size for size, _ in sizes] if last else []
     for_device = [size for _, size in sizes] if last else []
     leaving = sum([size for size, _ in sizes if size][-DEVICE_GRADIENTS:])

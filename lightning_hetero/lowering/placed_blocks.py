@@ -24,11 +24,16 @@ class PlacedBlock:
             there.
         stored: Its UPDATE is followed by a STORE.
         on_cpu: The CPU updates it.
-        renewed: Its weights live on such a device and the CPU updates it: an UPLOAD brings the new
-            ones.
+        through_host: Its gradients go to the host, and its new weights come from there: the CPU
+            updates it, or each of several ranks updates a slice, wherever that is.
+        renewed: Its weights live on such a device, and the new ones come from the host: by an
+            UPLOAD.
         state_moves: Such a device updates it and its state lives on the host: it comes up before
             the UPDATE and goes back after.
-        weights_return: The same for its weights: the new ones go back to the host.
+        slices_move: Such a device updates a slice of it: the slices of gradients and weights come
+            up before the UPDATE.
+        weights_return: Such a device updates it, and the new weights go to the host.
+        visiting_bytes: Device memory that the update needs while it lasts, for what comes up.
         revocable: An update of it can be taken back: the CPU makes it, and the old state stays on
             disk.
         mirrored_bytes: What of it lives in memory and is written to the disk in every step; see
@@ -47,9 +52,12 @@ class PlacedBlock:
     below_device: bool
     stored: bool
     on_cpu: bool
+    through_host: bool
     renewed: bool
     state_moves: bool
+    slices_move: bool
     weights_return: bool
+    visiting_bytes: int
     revocable: bool
     mirrored_bytes: int
     lent_bytes: int
@@ -100,21 +108,25 @@ def _staying(plan: BlockPlan, device: bool) -> BlockPlan:
     return replace(plan, weights=Tier.HOST) if plan.weights is Tier.DISK else plan
 
 
-def placements(plan: Plan, model: ModelShape, *, device: bool) -> tuple[PlacedBlock, ...]:
+def placements(plan: Plan, model: ModelShape, *, device: bool, ranks: int = 1) -> tuple[PlacedBlock, ...]:
     """Reads a resolved plan.
 
     Args:
         plan: ``plan.blocks[i]`` places ``model.blocks[i]``.
         model: The blocks' sizes.
         device: The device has memory of its own.
+        ranks: Ranks that share the model, of which ``model`` has the sizes of one's slices.
     """
-    return tuple(_placement(s, p, device, model.kept_every == 1) for s, p in zip(model.blocks, plan.blocks, strict=True))
+    rows = zip(model.blocks, plan.blocks, strict=True)
+    return tuple(_placement(shape, rule, device, ranks, model.kept_every == 1) for shape, rule in rows)
 
 
-def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> PlacedBlock:
+def _placement(shape: BlockShape, plan: BlockPlan, device: bool, ranks: int, kept: bool) -> PlacedBlock:
     trainable = shape.num_trainable_params > 0
     on_cpu = trainable and plan.update is UpdateLane.CPU
     on_device = device and trainable and not on_cpu
+    through_host = on_cpu or (trainable and ranks > 1)
+    state_moves, slices_move = on_device and plan.state is Tier.HOST, on_device and through_host
     return PlacedBlock(
         shape=shape,
         plan=plan,
@@ -124,12 +136,15 @@ def _placement(shape: BlockShape, plan: BlockPlan, device: bool, kept: bool) -> 
         below_device=device and plan.weights is not Tier.DEVICE,
         stored=trainable and Tier.DISK in (plan.weights, plan.state),
         on_cpu=on_cpu,
-        renewed=device and on_cpu and plan.weights is Tier.DEVICE,
-        state_moves=on_device and plan.state is Tier.HOST,
-        weights_return=on_device and plan.weights is Tier.HOST,
+        through_host=through_host,
+        renewed=device and through_host and plan.weights is Tier.DEVICE,
+        state_moves=state_moves,
+        slices_move=slices_move,
+        weights_return=on_device and (slices_move or plan.weights is Tier.HOST),
+        visiting_bytes=state_moves * shape.state_bytes + slices_move * (shape.gradient_bytes + shape.weight_bytes),
         revocable=on_cpu and plan.state is Tier.DISK,
         mirrored_bytes=mirrored_bytes(shape, plan) if kept else 0,
-        lent_bytes=lent_bytes(shape, plan) if kept and on_device else 0,
+        lent_bytes=lent_bytes(shape, plan, ranks) if kept and on_device else 0,
         saved=saved_bytes(shape, plan, shared_memory=not device) if keeps_less(plan) or shape.cast_bytes else _kept(shape),
     )
 
@@ -139,11 +154,16 @@ def mirrored_bytes(shape: BlockShape, plan: BlockPlan) -> int:
     return _kept_weights(shape, plan.weights is not Tier.DISK) + (0 if plan.state is Tier.DISK else shape.state_bytes)
 
 
-def lent_bytes(shape: BlockShape, plan: BlockPlan) -> int:
-    """Mirrored bytes that only the device has: weights and state of a block that it updates."""
+def lent_bytes(shape: BlockShape, plan: BlockPlan, ranks: int = 1) -> int:
+    """Mirrored bytes that only the device has: weights and state of a block that it updates.
+
+    The host has the weights that several ``ranks`` share.
+    """
     if plan.update is UpdateLane.CPU:
         return 0
-    return _kept_weights(shape, plan.weights is Tier.DEVICE) + (shape.state_bytes if plan.state is Tier.DEVICE else 0)
+    return _kept_weights(shape, ranks == 1 and plan.weights is Tier.DEVICE) + (
+        shape.state_bytes if plan.state is Tier.DEVICE else 0
+    )
 
 
 def _kept_weights(shape: BlockShape, there: bool) -> int:

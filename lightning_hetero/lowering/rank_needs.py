@@ -67,11 +67,10 @@ def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place:
 
 
 def whole_of(model: ModelShape, ranks: int) -> ModelShape:
-    """The sizes of the whole model, of which ``model`` has those of one rank's slices."""
+    """The sizes with whole weights and gradients; ``model`` has those of one rank's slices."""
     rows = tuple(
         replace(
-            b, num_params=b.num_params * ranks, weight_bytes=b.weight_bytes * ranks, gradient_bytes=b.gradient_bytes * ranks,
-            state_bytes=b.state_bytes * ranks,
+            b, num_params=b.num_params * ranks, weight_bytes=b.weight_bytes * ranks, gradient_bytes=b.gradient_bytes * ranks
         )
         for b in model.blocks
     )  # fmt: skip

@@ -16,7 +16,7 @@ _Kind = TypeVar("_Kind", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRules:
-    """What the rule for a block may say.
+    """What the rule for a block may say, beside what every plan has to (``BlockPlan``).
 
     Attributes:
         weights: Tiers of weights, those that a planner takes instead of others first.
@@ -67,19 +67,23 @@ EVERYTHING = RankRules(weights=tuple(Tier), state=tuple(Tier), update=tuple(Upda
 """What a process alone runs."""
 
 
-def rules(ranks: int, *, gathers_in_place: bool) -> RankRules:
+def rules(ranks: int, *, gathers_in_place: bool, shared_memory: bool) -> RankRules:
     """What each of several ranks can run; one rank runs everything.
 
     Args:
         ranks: Ranks that share a model.
         gathers_in_place: They have whole weights in the same memory, where their slices are.
+        shared_memory: Their devices are the host's own CPU, which has neither a state of its own
+            nor an update.
     """
     if ranks == 1:
         return EVERYTHING
     weights = (Tier.HOST, Tier.DEVICE, *([Tier.DISK] if gathers_in_place else ()))
-    return RankRules(weights=weights, state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
+    if shared_memory:
+        return RankRules(weights=weights, state=(Tier.HOST, Tier.DISK), update=(UpdateLane.CPU,))
+    return RankRules(weights=weights, state=(Tier.HOST, Tier.DISK, Tier.DEVICE), update=(UpdateLane.CPU, UpdateLane.DEVICE))
 
 
 def rules_of(hardware: HardwareProfile) -> RankRules:
     """What can run on one rank's share of a machine."""
-    return rules(hardware.ranks, gathers_in_place=hardware.gathers_in_place)
+    return rules(hardware.ranks, gathers_in_place=hardware.gathers_in_place, shared_memory=hardware.shared_memory)

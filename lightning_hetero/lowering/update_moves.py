@@ -63,6 +63,7 @@ class UpdateMoves:
         self._reduced: list[int] = []  # REDUCEs of gradients that have left a device
         self._down: list[int] = []  # SWAP_OUTs of state
         self._num_up = 0  # SWAP_INs of state
+        self._returned: list[int] = []  # SWAP_OUTs of weights
         self._behind: tuple[int, ...] = ()  # ends of the update before (naive order)
         self._stores: list[int] = []
 
@@ -77,7 +78,7 @@ class UpdateMoves:
             return
         if self._signature.updates is not Updates.NONE:
             self._weights.outdate(block)
-        if self._activations is not None and placed.on_cpu and not waits_for_step(placed, self._signature, self._ranks):
+        if self._activations is not None and placed.through_host and not waits_for_step(placed, self._signature, self._ranks):
             self._grad(index, block)
         if self._ranks == 1:
             self._update_early(index, block)
@@ -174,7 +175,7 @@ class UpdateMoves:
 
     def _update(self, index: int, block: int) -> None:
         shape, placed = self._placed[block].shape, self._placed[block]
-        if placed.weights_return:
+        if placed.weights_return and not placed.through_host:
             self._weights.need(index, block)
         behind = self._behind if placed.on_cpu else ()
         if block not in self._opened and (placed.plan.state is Tier.DISK or placed.state_moves):
@@ -183,10 +184,13 @@ class UpdateMoves:
         stores = self._after_commit() if placed.stored else ((), ())
         carried = self._mirrored(block)
         behind += self._verdict
+        if placed.slices_move:
+            self._lift(block, behind)
         last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind, carried=carried)
         self._updated[block] = last
         if placed.weights_return:
             last = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.WEIGHTS, shape.weight_bytes)
+            self._returned.append(last)
         if placed.state_moves:
             last = self._issue(OpKind.SWAP_OUT, block, Lane.D2H, Payload.STATE, shape.state_bytes)
             self._down.append(last)
@@ -199,6 +203,13 @@ class UpdateMoves:
             self._stores.append(last)
         if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
             self._behind = (last,)
+
+    def _lift(self, block: int, behind: tuple[int, ...]) -> None:
+        """Brings the slices of gradients and weights to the device, in place of others there."""
+        over = self._returned[-DEVICE_STATES:][:1] if len(self._returned) >= DEVICE_STATES else []
+        shape = self._placed[block].shape
+        size = shape.gradient_bytes + shape.weight_bytes
+        self._issue(OpKind.SWAP_IN, block, Lane.H2D, Payload.GRADIENTS, size, after=(*behind, *over))
 
     def _mirror(self, block: int, before: tuple[int, ...]) -> tuple[int, ...]:
         """Mirrors the block's arrays in memory. Returns the ops that the next mirror waits for."""

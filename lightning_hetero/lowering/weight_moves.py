@@ -152,7 +152,7 @@ class WeightMoves:
 
     def outdate(self, block: int) -> None:
         """The block's last use is over, and its update will outdate the device's copy."""
-        if self.device is None or block not in self.device.held or not self._placed[block].on_cpu:
+        if self.device is None or block not in self.device.held or not self._placed[block].through_host:
             return
         if self._placed[block].below_device:
             self.release(self.device, block)

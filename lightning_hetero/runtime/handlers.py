@@ -41,6 +41,8 @@ from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.runtime.weights_in_code import WeightsInCode
 from lightning_hetero.store.live.blocks import Block
 
+_READ_REDUCED = ((OpKind.UPDATE, Payload.STATE), (OpKind.SWAP_IN, Payload.GRADIENTS))
+
 Key = tuple[OpKind, int]
 Run = Callable[[], Iterable[Ticket]]
 
@@ -75,6 +77,7 @@ class Handlers:
         self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
         self._write_mirrors, self._commits_always = run.mirror, False
+        self._lifted: dict[int, DueUpdate] = {}  # block -> its update, which has what it reads on the device of a rank
         self._trial: Trial | None = None  # the update that is being submitted, if it is speculative
         self._marked: tuple[int, Event] = -1, All(())  # the anchor of the latest mark, and the mark
         self.saved: list[BlockActivations] = []  # what forwards of each block save; empty if the device is the host
@@ -136,7 +139,7 @@ class Handlers:
                 return moved
             if op.kind is OpKind.UPDATE and op.lane is Lane.CPU and not self._is_early(block := self._blocks[op.block]):
                 after = (*after, *self._take_rest(block, side))  # a late update also sends gradients that no GRAD sent
-        if self._slices is not None and op.kind is OpKind.UPDATE:
+        if self._slices is not None and (op.kind, op.payload) in _READ_REDUCED:
             self._await_reduced(op.block, self._slices)
         run = TABLE[op.kind, op.payload, op.lane](self, op)
         if run is None:
@@ -190,13 +193,18 @@ class Handlers:
             if Tier.DISK in (plan.weights, plan.state):
                 self._submit_now(OpKind.STORE, block, Lane.DISK_WRITE, (updated,))
             return updated
-        self._residency.provide(block)
-        arrived = (self._submit_now(OpKind.SWAP_IN, block, Lane.H2D),) if plan.state is Tier.HOST else ()
+        if self._slices is None:
+            self._residency.provide(block)
+        if (last := self.ends.get((OpKind.SWAP_OUT, block.index))) is not None:  # for another optimizer
+            after = [*after, last]
+        arrived = [self._submit_now(OpKind.SWAP_IN, block, Lane.H2D, after)] if plan.state is Tier.HOST else []
+        if self._slices is not None:
+            arrived.append(self._submit_now(OpKind.SWAP_IN, block, Lane.H2D, after, Payload.GRADIENTS))
         updated = self._submit_now(OpKind.UPDATE, block, lane, arrived)
         after = (updated,)
         if plan.state is Tier.HOST:
             after = (self._submit_now(OpKind.SWAP_OUT, block, Lane.D2H, after),)
-        if plan.weights is Tier.HOST:
+        if plan.weights is Tier.HOST or self._slices is not None:
             self._submit_now(OpKind.SWAP_OUT, block, Lane.D2H, after, Payload.WEIGHTS)
         return updated
 
@@ -372,7 +380,13 @@ class Handlers:
         return None if self._may_change(block) else self._gradients_of(block, self._on_device)
 
     def _update(self, op: Op) -> Run | None:
-        """UPDATE: everything in the block that has gradients."""
+        """UPDATE; on the device of one of several ranks, of the slices that have come there."""
+        if op.lane is Lane.COMPUTE and self._slices is not None:
+            return self._lifted.pop(op.block, None)
+        return self._begin_update(op)
+
+    def _begin_update(self, op: Op) -> Run | None:
+        """UPDATE, or SWAP_IN of slices for it: everything in the block that has gradients."""
         block, updater, side = self._blocks[op.block], self._updater, self._side
         early = updater.verdict is None
         binding = updater.verdict or self._batch.armed
@@ -395,7 +409,11 @@ class Handlers:
         if due is not None and binding.rule is not Rule.NATIVE:
             return partial(self._update_in_python, block, due)
         if due is not None and side is not None and block.plan.update is UpdateLane.DEVICE:
-            return due
+            if self._slices is None:
+                return due
+            self._lifted[block.index] = due
+            self._residency.parameters.hide(block)
+            return due.lift
         return self._update_native(block, [one for one in (again, due) if one is not None], tries=tries)
 
     def _update_native(self, block: Block, dues: Sequence[DueUpdate], *, tries: bool) -> Run | None:
@@ -443,6 +461,11 @@ class Handlers:
         """STORE: the engine writes as part of UPDATE, so this waits for that."""
         tickets = self._latest.pop(op.block, None)
         return None if tickets is None else lambda: tickets
+
+    def _return_weights(self, op: Op) -> Run:
+        """SWAP_OUT weights: the host gets those that the device has updated."""
+        side = self._on_device
+        return partial(side.weights.download if self._slices is None else side.updates.put_down, self._blocks[op.block])
 
     def _lend(self, op: Op) -> Run:
         """MIRROR on ``d2h``: data that only the device has gets host memory until it is on disk."""
@@ -562,8 +585,9 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): lambda h, op: partial(h._on_device.updates.swap_in, h._blocks[op.block]),
     (OpKind.UPDATE, Payload.STATE, Lane.CPU): Handlers._update,
     (OpKind.UPDATE, Payload.STATE, Lane.COMPUTE): Handlers._update,
+    (OpKind.SWAP_IN, Payload.GRADIENTS, Lane.H2D): Handlers._begin_update,
     (OpKind.SWAP_OUT, Payload.STATE, Lane.D2H): lambda h, op: partial(h._on_device.updates.swap_out, h._blocks[op.block]),
-    (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): lambda h, op: partial(h._on_device.weights.download, h._blocks[op.block]),
+    (OpKind.SWAP_OUT, Payload.WEIGHTS, Lane.D2H): Handlers._return_weights,
     (OpKind.STORE, Payload.WEIGHTS, Lane.DISK_WRITE): Handlers._store_updated,
     (OpKind.STORE, Payload.STATE, Lane.DISK_WRITE): Handlers._store_updated,
     (OpKind.MIRROR, Payload.WEIGHTS, Lane.D2H): Handlers._lend,

@@ -100,7 +100,7 @@ class Placer:
         self._profile, self._kept_every, self._scale_bytes = profile, kept_every, scale_bytes
         self._blocks, self._options, self._bindings, self._rules = blocks, options, bindings, rules
         self._ranks, self._in_place = options.own.ranks, in_place
-        self.runs = rank_rules.rules(self._ranks, gathers_in_place=in_place)
+        self.runs = rank_rules.rules(self._ranks, gathers_in_place=in_place, shared_memory=options.device is None)
         self.owners: Owners = owners_of(bindings)
         self.chunk_bytes = self._chunk_bytes()
         self.model = self._shape(name)
@@ -362,7 +362,8 @@ class Placer:
 
     def _may_speculate(self, plan: Plan, by: Sequence[Rule]) -> bool:
         """Whether any update can be taken back."""
-        revocable = any(p.revocable for p in placements(plan, self.model, device=self.device_memory is not None))
+        placed = placements(plan, self.model, device=self.device_memory is not None, ranks=self._ranks)
+        revocable = any(p.revocable for p in placed)
         return revocable and plan.update_order is UpdateOrder.OVERLAPPED and Rule.NATIVE in by
 
     @property
@@ -390,7 +391,7 @@ class Placer:
 
     def _apart(self, plan: Plan, needs: Needs) -> dict[Purpose, int]:
         """What a device needs if weights and state have memory of their own there."""
-        moves = [p.shape.state_bytes for p in placements(plan, self.model, device=True) if p.state_moves]
+        moves = [p.visiting_bytes for p in placements(plan, self.model, device=True, ranks=self._ranks)]
         rows = dict(needs.device)
         rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
         if not rows[Purpose.ACTIVATIONS]:  # then state uses their memory at the peak, but cannot be there
@@ -406,7 +407,7 @@ class Placer:
         Raises:
             OutOfMemoryBudgetError: The device is too small for both.
         """
-        placed = placements(plan, self.model, device=True)
+        placed = placements(plan, self.model, device=True, ranks=self._ranks)
         native = {block.index for block in self._blocks if any(native_state(part, self.owners) for part in block.parts)}
         ours = sum(p.shape.state_bytes for i, p in enumerate(placed) if p.plan.state is Tier.DEVICE and i in native)
         rows = self._apart(plan, needs)

@@ -271,6 +271,8 @@ class SliceReads:
                 return part.own_piece(index, part.flat(index, weights_now(part, index), part.dtype))[1]
             if part.block.resident:
                 return part.own_weights(index)
+        elif part.state_home is not None:
+            return part.state_home.read(part, array, index)
         return place.store.read_piece(part, array, index)
 
     def _join(self, key: _Key, spans: _Runs, dtype: torch.dtype, runs: _Runs) -> Tensor:

@@ -279,6 +279,8 @@ class StateSource(_OfParameter):
 
     def take_piece(self) -> Tensor:
         """What this rank has of the content, flat, as a tensor that outlives the store."""
+        if self.part.state_home is not None:
+            return self.part.state_home.read(self.part, self.array, self.index)
         self.store.refresh_master(self.part)
         native, (start, length) = self.part.require_native(), self.part.pieces[self.index]
         if self.part.on_disk:  # the engine's memory goes with the files

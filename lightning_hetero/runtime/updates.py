@@ -66,6 +66,10 @@ class DueUpdate:
         """Runs the update; ``speculative``: it may be taken back."""
         return self.updater.run(self, priority=priority, after=after, speculative=speculative)
 
+    def lift(self) -> list[Ticket]:
+        """Brings what a rank updates on its device there, before the call."""
+        return self.updater.lift(self)
+
 
 class Updater:
     """Updates parts for the bound optimizers."""
@@ -219,6 +223,10 @@ class Updater:
         """
         tickets: list[Ticket] = []
         on_device = due.block.plan.update is UpdateLane.DEVICE
+        if self.device is not None and self.slices is not None and on_device:
+            for one in due.parts:
+                self.device.updates.update_slices(one.part, list(zip(one.indices, one.numbers, strict=True)), scale=due.scale)
+            return tickets
         for one in due.parts:
             if self.device is None:
                 find_moved(one.part)
@@ -241,6 +249,13 @@ class Updater:
                 for i in one.indices:
                     one.part.params[i].grad = None
         return tickets
+
+    def lift(self, due: DueUpdate) -> list[Ticket]:
+        """SWAP_IN of the slices of gradients and weights that :meth:`run` updates on the device."""
+        if self.device is not None:
+            for one in due.parts:
+                self.device.updates.lift(one.part, one.indices, self._gradients(one, clip=due.clip))
+        return []
 
     def again(self, due: DueUpdate, scale: float) -> DueUpdate:
         """The same update once more, with another scale."""

@@ -136,7 +136,7 @@ def _pinning_s(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> fl
     mirrored = sum(mirrored_bytes(shape, placed) for shape, placed in rows)
     seconds = Rates(hardware).alone_s(Work.DISK_WRITE, mirrored)
     if not hardware.shared_memory:  # data passes through host memory, one block at a time
-        seconds += Rates(hardware).alone_s(Work.D2H, sum(lent_bytes(shape, placed) for shape, placed in rows))
+        seconds += Rates(hardware).alone_s(Work.D2H, sum(lent_bytes(shape, placed, hardware.ranks) for shape, placed in rows))
     return seconds / model.kept_every
 
 

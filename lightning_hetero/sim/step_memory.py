@@ -85,8 +85,8 @@ class Occupancy:
                 device += weights * max(1, schedule.copies)
             elif index in schedule.device_before:
                 device += weights * schedule.copies
-            # A CPU update writes the weights in host memory, for any tier of the weights.
-            updated = shape.num_trainable_params > 0 and placed.update is UpdateLane.CPU
+            # Updates by the CPU, or of ranks, write the weights in host memory, for any tier.
+            updated = shape.num_trainable_params > 0 and (placed.update is UpdateLane.CPU or self._ranks > 1)
             copied = placed.weights is Tier.DEVICE and updated and not self._shared
             host += weights if placed.weights is Tier.HOST or index in schedule.resident_before or copied else 0
             device += shape.state_bytes if placed.state is Tier.DEVICE else 0
@@ -147,8 +147,10 @@ class Occupancy:
                 return self._pooled(0, size), None
             case (OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.H2D):
                 return self._pooled(size, 0), self._pooled(0, -size)
-            case (OpKind.SWAP_IN, Payload.STATE, _):
+            case (OpKind.SWAP_IN, Payload.STATE | Payload.GRADIENTS, _):
                 return self._pooled(size, 0), None
+            case (OpKind.SWAP_OUT, Payload.WEIGHTS, _) if self._ranks > 1:  # with it go slices of gradients
+                return None, (-size - self._shapes[op.block].gradient_bytes, 0)
             case (OpKind.SWAP_OUT, Payload.STATE, _):
                 return None, self._pooled(-size, 0)
         return None, None

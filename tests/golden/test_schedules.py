@@ -115,16 +115,22 @@ def test_schedule_of_two_ranks_is_the_reviewed_one(
     _compare(name, schedule, pytestconfig)
 
 
-def test_schedule_of_two_ranks_on_devices_is_the_reviewed_one(pytestconfig: pytest.Config) -> None:
-    """Devices have memory of their own: whole weights and gradients cross their links."""
+@pytest.mark.parametrize(("name", "rule"), [("ranks_devices", {}), ("ranks_devices_updates", {"update": UpdateLane.DEVICE})])
+def test_schedule_of_two_ranks_on_devices_is_the_reviewed_one(
+    name: str, rule: dict[str, UpdateLane], pytestconfig: pytest.Config
+) -> None:
+    """Devices have memory of their own: whole weights and gradients cross their links. If these
+    update, slices of state, gradients and weights cross them too.
+    """
     model = replace(MODEL, blocks=tuple(replace(_block(b.name, b.num_params // 2), pinned=b.pinned) for b in MODEL.blocks))
     plan, held = fitted(host(model), model, device=True), frozenset[int]()
+    plan = replace(plan, blocks=tuple(replace(row, **rule) for row in plan.blocks))
     for _ in range(2):
         room = DeviceRoom(resident=held, capacity_bytes=3 * 400, ranks=2)
         schedule = lower(plan, model, STEP, resident=frozenset(), capacity_bytes=0, device=room)
         held = schedule.device_after
     check(schedule, plan, model, capacity_bytes=0, device_capacity_bytes=3 * 400)
-    _compare("ranks_devices", schedule, pytestconfig)
+    _compare(name, schedule, pytestconfig)
 
 
 # ---- a device with memory of its own -------------------------------------------------------------

@@ -37,6 +37,13 @@ def test_three_ranks_train_as_one_process_also_where_devices_have_streams(tmp_pa
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
 
 
+def test_devices_update_slices_with_masters_and_checkpoints_have_their_state(tmp_path: Path) -> None:
+    with_masters = "goes_on_with_16_bit_weights"
+    scenarios = ("there", "saves_checkpoints", "goes_on_from_a_checkpoint", with_masters, "streams", with_masters)
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
 def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> None:
     scenarios = ("plans_alike", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)

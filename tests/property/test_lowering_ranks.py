@@ -14,7 +14,7 @@ from support.rank_machines import RankMachines
 
 from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.lowering.check import same_order
@@ -80,15 +80,19 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
     )  # fmt: skip
     model, on_host = whole.slice_of(ranks), draw(st.booleans())
     policies = [Saved.KEEP] if on_host else list(Saved)
-    rows = [
-        BlockPlan(
-            name=b.name,
-            weights=Tier.DEVICE if b.pinned else draw(st.sampled_from(Tier)),
-            state=draw(st.sampled_from([Tier.HOST, Tier.DISK])),
-            saved=Saved.KEEP if b.pinned else draw(st.sampled_from(policies)),
+    rows = []
+    for b in model.blocks:
+        weights = Tier.DEVICE if b.pinned else draw(st.sampled_from(Tier))
+        there = not on_host and weights is not Tier.DISK and draw(st.booleans())
+        rows.append(
+            BlockPlan(
+                name=b.name,
+                weights=weights,
+                state=draw(st.sampled_from([Tier.HOST, Tier.DEVICE if there else Tier.DISK])),
+                update=UpdateLane.DEVICE if there else UpdateLane.CPU,
+                saved=Saved.KEEP if b.pinned else draw(st.sampled_from(policies)),
+            )
         )
-        for b in model.blocks
-    ]
     plan = Plan(
         name="p", blocks=tuple(rows), prefetch_depth=draw(st.integers(1, 3)), gradient_depth=draw(st.integers(1, 4)),
         update_order=draw(st.sampled_from(UpdateOrder)), priority=draw(st.booleans()),

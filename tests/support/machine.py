@@ -20,6 +20,7 @@ from random import Random
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
+from lightning_hetero.lowering.needs import DEVICE_STATES
 from lightning_hetero.lowering.placed_blocks import placements, speculates
 
 Place = tuple[object, ...]
@@ -66,7 +67,7 @@ class Machine:
         self.between = "whole" if self.has_hops else "host"  # where UPLOAD and GRAD have their other end
         self.whole: set[int] = set()  # blocks whose gradients are between device and REDUCE
         self.next_compute = 0  # in self.compute
-        self.placed = placements(plan, model.shape(), device=True)
+        self.placed = placements(plan, model.shape(), device=True, ranks=ranks)
         self.version = [0] * len(self.placed)  # updates that each block has seen, as the program says
         self.value: dict[Place, int] = {}
         self.at: Counter[Place] = Counter()  # readers; -1: a writer
@@ -205,7 +206,7 @@ class Machine:
             {t: (what, t, b) for t in ("device", "whole", "host", "file", "staging")}
             for what in ("weights", "state", "gradients", "-")
         )
-        act = {t: ("activations", t, *u) for t in ("device", "host", "file")}
+        act, slices = {t: ("activations", t, *u) for t in ("device", "host", "file")}, ("slices", "device", b)
         match run.op.kind, run.op.payload, run.op.lane:
             case OpKind.FETCH, Payload.WEIGHTS, _:
                 run.reads, run.writes = [weights["file"]], [weights["host"]]
@@ -230,6 +231,8 @@ class Machine:
                 run.writes = [gradients["host"], state["staging" if p.plan.state is Tier.DISK else "host"], weights["staging"]]
                 run.writes += [weights["host"]] if weights["host"] in self.value else []
                 run.writes += [weights["whole"]] if self.has_hops else []
+            case OpKind.UPDATE, _, _ if p is not None and p.slices_move:
+                run.writes = [gradients["host"], state["device"], slices]
             case OpKind.UPDATE, _, _:
                 run.writes = [gradients["device"], state["device"], weights["device"]]
             case OpKind.STORE, _, _:
@@ -240,6 +243,10 @@ class Machine:
                 run.reads, run.writes = [state["host"]], [state["device"]]
             case OpKind.SWAP_OUT, Payload.STATE, _:
                 run.writes = [state["device"], state["host"]]
+            case OpKind.SWAP_IN, Payload.GRADIENTS, _:
+                run.reads, run.writes = [weights["host"], gradients["host"]], [slices]
+            case OpKind.SWAP_OUT, Payload.WEIGHTS, _ if p is not None and p.slices_move:
+                run.writes = [slices, weights["host"], weights["whole"]]
             case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
                 run.reads, run.writes = [weights["device"]], [weights["host"]]
             case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
@@ -291,6 +298,10 @@ class Machine:
                 self._memory(host=op.num_bytes // self.ranks * (("gradients", "host", b) not in self.value))
             case OpKind.UPDATE, _, Lane.CPU:
                 self._cpu_update_starts(run, b)
+            case OpKind.UPDATE, _, _ if self.placed[b].slices_move:
+                assert not self.placed[b].below_device or ("weights", "device", b) not in self.value, f"{run} outdates a copy"
+                for what in ("state", "slices"):
+                    assert self.value[what, "device", b] == self.version[b], f"{run}: {what} of another version"
             case OpKind.UPDATE, _, _:
                 assert self.value["gradients", "device", b] == self._contributions(run.schedule, b), f"{run}: gradients are missing"
                 for what in ("state", "weights"):
@@ -299,6 +310,11 @@ class Machine:
                 assert self._is_discarded(run) or self.value["weights", "staging", b] == self.version[b]
             case OpKind.SWAP_IN, Payload.STATE, _:
                 assert ("state", "device", b) not in self.value
+                self._memory(device=op.num_bytes)
+            case OpKind.SWAP_IN, Payload.GRADIENTS, _:
+                assert self.value["gradients", "host", b] == self._contributions(run.schedule, b), f"{run}: gradients are missing"
+                assert ("slices", "device", b) not in self.value
+                assert sum(place[0] == "slices" for place in self.value) < DEVICE_STATES, f"{run}: the device has many slices"
                 self._memory(device=op.num_bytes)
             case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
                 assert self.value["activations", "device", run.schedule, run.use] == 1
@@ -349,6 +365,11 @@ class Machine:
                 added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "device", b))
                 self.value["gradients", "host", b] = added
                 self._memory(device=-op.num_bytes)
+            case OpKind.UPDATE, _, Lane.COMPUTE if self.placed[b].slices_move:
+                self.version[b] += 1
+                self.value.pop(("gradients", "host", b))
+                self._memory(host=-self.placed[b].shape.gradient_bytes)
+                self.value["state", "device", b] = self.value["slices", "device", b] = self.version[b]
             case OpKind.UPDATE, _, lane:
                 self._update_ends(run, b, "host" if lane is Lane.CPU else "device")
             case OpKind.STORE, _, _ if self._is_discarded(run):  # it went to the other slot
@@ -364,6 +385,11 @@ class Machine:
             case OpKind.SWAP_OUT, Payload.STATE, _:
                 self.value["state", "host", b] = self.value.pop(("state", "device", b))
                 self._memory(device=-op.num_bytes)
+            case OpKind.SWAP_IN, Payload.GRADIENTS, _:
+                self.value["slices", "device", b] = self.value["weights", "host", b]
+            case OpKind.SWAP_OUT, Payload.WEIGHTS, _ if self.placed[b].slices_move:
+                self.value["weights", "host", b] = self.value.pop(("slices", "device", b))
+                self._memory(device=-op.num_bytes - self.placed[b].shape.gradient_bytes)
             case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
                 self.value["weights", "host", b] = self.value["weights", "device", b]
             case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:

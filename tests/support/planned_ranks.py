@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
@@ -112,8 +112,12 @@ class Moves(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         session, draw = trainer.strategy.session, self._draw
-        tiers, runs = draw.choice, session.runs
-        rows = [BlockPlan(name=b.name, weights=tiers(runs.weights), state=tiers(runs.state)) for b in session.blocks]
+        runs, rows = session.runs, list[BlockPlan]()
+        for block in session.blocks:
+            weights, update = draw.choice(runs.weights), draw.choice(runs.update)
+            there = update is UpdateLane.DEVICE and weights is not Tier.DISK
+            state = draw.choice([Tier.HOST, Tier.DEVICE if there else Tier.DISK])
+            rows.append(BlockPlan(name=block.name, weights=weights, state=state, update=update if there else UpdateLane.CPU))
         wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
         assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
         for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
+from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime import kept_steps
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
-from support import planned_ranks, shared_model
+from support import planned_ranks, shared_model, shared_options
 from support.cuda import OneGpu, StandIn, standing_in
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 from support.streams import FakeCuda
@@ -38,9 +38,18 @@ MIXED = Plan(
     name="mixed",
     blocks=(
         BlockPlan(name="layers.0", weights=Tier.DEVICE),
-        BlockPlan(name="layers.1", saved=SWAPPED),
+        BlockPlan(name="layers.1", saved=SWAPPED, update=UpdateLane.DEVICE),
         BlockPlan(name="layers.2", saved=REPEATED),
         BlockPlan(name="*"),
+    ),
+)
+THERE = Plan(  # each rank's device updates its slices, of state that lives there, or that visits
+    name="there",
+    blocks=(
+        BlockPlan(name="layers.[01]", weights=Tier.HOST, state=Tier.HOST, update=UpdateLane.DEVICE),
+        BlockPlan(name="layers.2", weights=Tier.HOST, state=Tier.DEVICE, update=UpdateLane.DEVICE),
+        BlockPlan(name="layers.3", weights=Tier.DEVICE, state=Tier.HOST, update=UpdateLane.DEVICE),
+        BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE),
     ),
 )
 STREAMED = Plan(  # no more than a block of weights is on the host
@@ -55,11 +64,11 @@ def on_device(plan: Any = "host", **options: Any) -> HeteroOffloadStrategy:
 
 def trains_as_in_one_process(out: Path) -> None:
     """Every kind of batch and model trains as the reference does."""
-    for plan in ("host", MIXED, STREAMED):
+    for plan in ("host", MIXED, THERE, STREAMED):
         for kind, accumulate, clip in [
             ("", 1, None), ("", 2, 0.3), ("frozen", 1, None), ("tied", 1, 0.3), ("rare", 2, None), ("skips", 1, None),
             ("skips", 1, 0.3),
-        ][3 * (plan is STREAMED) :]:  # fmt: skip
+        ][3 * (plan in (THERE, STREAMED)) :]:  # fmt: skip
             shared = model(kind, seed=5 + RANK)  # the first rank's weights count
             flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
             trainer(out, on_device(plan), **flags).fit(shared, batches())
@@ -73,15 +82,13 @@ def trains_as_in_one_process_at_random(out: Path, first: int, number: int) -> No
         kind = " ".join(word for word in ("frozen", "tied", "rare", "skips") if draw.random() < 0.4)
         accumulate, mixed = draw.choice([1, 1, 2]), draw.random() < 0.3
         clip = None if mixed else draw.choice([None, 0.01, 0.3])  # Lightning refuses both with fused optimizers
-        rows = [
-            BlockPlan(
-                name=f"layers.{i}",
-                weights=draw.choice([Tier.HOST, Tier.DISK, Tier.DEVICE]),
-                saved=draw.choice(list(Saved)),
-                state=draw.choice([Tier.HOST, Tier.HOST, Tier.DISK]),
-            )
-            for i in range(4)
-        ]
+        rows = []
+        for i in range(4):
+            weights, saved = draw.choice([Tier.HOST, Tier.DISK, Tier.DEVICE]), draw.choice(list(Saved))
+            there = weights is not Tier.DISK and draw.random() < 0.5
+            state = draw.choice([Tier.HOST, Tier.DEVICE] if there else [Tier.HOST, Tier.HOST, Tier.DISK])
+            update = UpdateLane.DEVICE if there else UpdateLane.CPU
+            rows.append(BlockPlan(name=f"layers.{i}", weights=weights, state=state, update=update, saved=saved))
         plan = Plan(
             name=f"random-{seed}", prefetch_depth=draw.choice([1, 2, 5]), gradient_depth=draw.choice([1, 2, 4]),
             priority=draw.random() < 0.7, device_cache_bytes=draw.choice([None, None, 64 << 10]),
@@ -135,7 +142,7 @@ def trains_as_its_devices_compute(out: Path) -> None:
 
 def keeps_steps(out: Path) -> None:
     """With ``disk_path`` a later run goes on from the last step of the first one."""
-    for plan in ("host", MIXED, STREAMED):
+    for plan in ("host", MIXED, THERE, STREAMED):
         store = out / f"store-{plan if isinstance(plan, str) else plan.name}"
         first = model(seed=5 + RANK)
         with mock.patch.object(kept_steps.log, "info") as said:
@@ -250,6 +257,11 @@ def _fails(run: pl.Trainer, data: Any) -> None:
     raise AssertionError("nothing failed")
 
 
+def there(_: Path) -> None:
+    """From here on devices update slices, where a scenario asks for no other plan."""
+    shared_model.PLAN = THERE
+
+
 def streams(_: Path) -> None:
     """From here on devices are GPUs with streams, as far as the lanes use them."""
     shared_model.ACCELERATOR, shared_model.DEVICE = StandIn(), None
@@ -269,4 +281,4 @@ def streams(_: Path) -> None:
 if __name__ == "__main__":
     activations.SMALL_BYTES = 64  # what a small model saves leaves the device, too
     shared_model.DEVICE = EmulatedDevice("1MiB", seed=RANK)
-    run_scenarios({**vars(shared_model), **vars(planned_ranks), **globals()}, poison=True)
+    run_scenarios({**vars(shared_model), **vars(shared_options), **vars(planned_ranks), **globals()}, poison=True)

@@ -45,6 +45,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 SHARDS = int(os.environ.get("LOCAL_WORLD_SIZE", str(WORLD)))  # the ranks of a node
 RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning tells its children the second
 ACCELERATOR: Any = "cpu"
+PLAN: Any = "host"
 DEVICE: EmulatedDevice | None = None  # that of this rank, if it has memory of its own
 BATCH, STEPS = 2, 4
 DATA = torch.randint(0, 13, (BATCH * STEPS * WORLD, 7), generator=torch.Generator().manual_seed(3))
@@ -146,7 +147,7 @@ class Looks(pl.Callback):
 
 def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
     """A Trainer on as many devices as there are ranks."""
-    strategy = strategy or HeteroOffloadStrategy("host", device=DEVICE, block_cls="Layer", update_threads=1)
+    strategy = strategy or HeteroOffloadStrategy(PLAN, device=DEVICE, block_cls="Layer", update_threads=1)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     return pl.Trainer(
         accelerator=ACCELERATOR,

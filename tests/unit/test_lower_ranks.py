@@ -22,7 +22,7 @@ def lowered(plan: Plan, *, ranks: int = 2, whole_bytes: int = 160, shared_memory
 
 
 def test_ranks_update_on_the_cpu() -> None:
-    with pytest.raises(ConfigError, match="block 'l0' has update='device'; 2 ranks share the model"):
+    with pytest.raises(ConfigError, match="block 'l0' has update='device'; the devices of 2 ranks are the host's own CPU"):
         lowered(plan_of(replace(RESIDENT, state=Tier.HOST), ON_HOST))
 
 

@@ -18,7 +18,7 @@ def host_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
 
 def grad(h: History, op: Op, _: Anchor) -> None:
     """Gradients go to the host."""
-    if not h.placed[op.block].on_cpu or op.block in h.grads:
+    if not h.placed[op.block].through_host or op.block in h.grads:
         h.fail("gradients", op, op.block, "is not updated by the CPU, or its gradients have gone to the host before")
     if op.kind is OpKind.GRAD and h.ranks > 1:
         _few_are_whole(h, op, h.plan.gradient_depth)
@@ -54,7 +54,7 @@ def reduce(h: History, op: Op, _: Anchor) -> None:
 
 def update_follows(h: History, op: Op, _: Anchor) -> None:
     """The CPU updates with gradients that have come to the host."""
-    if not h.placed[op.block].on_cpu:
+    if not h.placed[op.block].through_host:
         return
     last = h.grads.get(op.block, op.id + 1)
     if not h.is_behind(op, last) or h.schedule.ops[last].kind is not (OpKind.GRAD if h.ranks == 1 else OpKind.REDUCE):
@@ -77,7 +77,7 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
 def device_ends(h: History) -> None:
     """No gradients for the CPU stay on the device."""
     for block in dict.fromkeys(h.schedule.signature.order):
-        if not (h.schedule.signature.training and h.placed[block].on_cpu):
+        if not (h.schedule.signature.training and h.placed[block].through_host):
             continue
         if waits_for_step(h.placed[block], h.schedule.signature, h.ranks):
             continue

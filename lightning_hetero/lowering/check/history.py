@@ -56,7 +56,9 @@ class History:
         using: Ops that use up gradients and that compute has not waited for.
         state_up: For each block the SWAP_IN of its state, in the order of issue.
         state_down: For each block the SWAP_OUT of its state.
-        returned: Blocks whose weights have gone back to the host.
+        slices_up: For each block the SWAP_IN of its slices of gradients and weights, in the order
+            of issue.
+        returned: For each block the SWAP_OUT of its weights.
         stored: For each block its STORE.
         mirrored: For each block its MIRROR on the lane to the disk.
         lent: MIRRORs on ``d2h``, each replaced by the MIRROR that writes the same bytes to the disk
@@ -73,7 +75,7 @@ class History:
         self.agreed: int | None = None
         self.agreed_verdict: int | None = None
         self.capacity_bytes, self.device_capacity_bytes = capacity_bytes, device_capacity_bytes or 0
-        self.placed = placements(plan, model, device=self.has_device)
+        self.placed = placements(plan, model, device=self.has_device, ranks=self.ranks)
         self.speculates = speculates(plan, schedule.signature.updates)
         self.last_use = {a.block: i for i, a in enumerate(schedule.anchors)}
         self.behind: list[int] = []
@@ -100,7 +102,8 @@ class History:
         self.using: list[int] = []
         self.state_up: dict[int, int] = {}
         self.state_down: dict[int, int] = {}
-        self.returned: set[int] = set()
+        self.slices_up: dict[int, int] = {}
+        self.returned: dict[int, int] = {}
         self.stored: dict[int, int] = {}
         self.mirrored: dict[int, int] = {}
         self.lent: list[Op] = []
@@ -200,10 +203,12 @@ class History:
                 self.swaps.record(op)
             case OpKind.SWAP_IN, Payload.STATE, _:
                 self.state_up[block] = op.id
+            case OpKind.SWAP_IN, Payload.GRADIENTS, _:
+                self.slices_up[block] = op.id
             case OpKind.SWAP_OUT, Payload.STATE, _:
                 self.state_down[block] = op.id
             case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
-                self.returned.add(block)
+                self.returned[block] = op.id
             case OpKind.STORE, _, _:
                 self.stored[block] = self.update_ended[block] = op.id
             case OpKind.MIRROR, _, Lane.D2H:
@@ -221,7 +226,7 @@ class History:
         self.updated[op.block] = self.update_ended[op.block] = op.id
         if not self.has_device:
             self.using.append(op.id)
-        elif self.placed[op.block].on_cpu:  # the device's copy, if it has one, is outdated
+        elif self.placed[op.block].through_host:  # the device's copy, if it has one, is outdated
             self.held.discard(op.block)
             self.uploaded.pop(op.block, None)
             self.gathered.pop(op.block, None)

@@ -137,9 +137,9 @@ def device_release(h: History, op: Op, anchor: Anchor) -> None:
 def update_of_copy(h: History, op: Op, _: Anchor) -> None:
     """The CPU updates what the device has no copy of; the device updates what it holds."""
     placed = h.placed[op.block]
-    if placed.on_cpu and placed.below_device and op.block in h.held:
+    if placed.through_host and placed.below_device and op.block in h.held:
         h.fail("resident", op, op.block, "is updated by the CPU while the device holds a copy, which is outdated then")
-    if not placed.on_cpu and placed.below_device and op.block not in h.held:
+    if not placed.through_host and placed.below_device and op.block not in h.held:
         h.fail("resident", op, op.block, "is updated on the device, which does not hold its weights")
 
 
@@ -150,7 +150,7 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
         _is_present(h, index, anchor, h.held, h.uploaded)
     if anchor.phase is Phase.FORWARD and placed.trainable and block not in h.uploaded:
         kind = h.arrival if placed.renewed else OpKind.UPDATE
-        if not (placed.below_device and placed.on_cpu) and (kind, block) not in anchor.carried:
+        if not (placed.below_device and placed.through_host) and (kind, block) not in anchor.carried:
             h.fail("order", None, block, f"anchor {index} ({anchor}) does not wait for the {kind.value} of the step before")
 
 

@@ -51,7 +51,7 @@ HOST = Rules(
 )
 
 _BYTES = structure.moves_its_payload
-_UPDATE = (updates.update, gradients.update_follows, residency.update_of_copy, updates.state_is_there, _BYTES)
+_UPDATE = (updates.update, gradients.update_follows, residency.update_of_copy, updates.is_there, _BYTES)
 
 DEVICE = Rules(
     begin=(*HOST.begin, residency.device_begins),
@@ -103,7 +103,9 @@ RANKS = Rules(
 DEVICES = Rules(
     begin=DEVICE.begin,
     ops={
-        **{what: rules for what, rules in DEVICE.ops.items() if what[2] is not Lane.COMPUTE},
+        **DEVICE.ops,
+        (OpKind.UPDATE, _STATE, Lane.COMPUTE): (*_UPDATE, collectives.verdict),
+        (OpKind.SWAP_IN, Payload.GRADIENTS, Lane.H2D): (updates.slices_go_up, _BYTES),
         (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.gather, _BYTES),
         (OpKind.UPLOAD, _WEIGHTS, Lane.H2D): (residency.upload, residency.upload_whole, _BYTES),
         (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.leave, _BYTES),

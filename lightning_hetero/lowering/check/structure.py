@@ -70,7 +70,10 @@ def moves_its_payload(h: History, op: Op, _: Anchor) -> None:
     shape = h.placed[op.block].shape
     sizes = {Payload.WEIGHTS: shape.weight_bytes, Payload.STATE: shape.state_bytes, Payload.GRADIENTS: shape.gradient_bytes}
     size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)
-    size *= h.ranks if op.lane in (Lane.NET, Lane.H2D, Lane.D2H) else 1  # whole weights and gradients
+    if op.kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT):  # of several ranks' slices gradients take weights along
+        size += shape.weight_bytes if op.payload is Payload.GRADIENTS else 0
+    elif op.lane in (Lane.NET, Lane.H2D, Lane.D2H):  # whole weights and gradients
+        size *= h.ranks
     if op.lane is Lane.NET and op.payload is Payload.WEIGHTS and h.schedule.gathers_in_place:
         size = 0
     if op.num_bytes != size:

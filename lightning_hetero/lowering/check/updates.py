@@ -64,10 +64,24 @@ def state_goes_up(h: History, op: Op, _: Anchor) -> None:
         h.fail("capacity", op, op.block, f"does not wait for the SWAP_OUT of block {over}'s state, whose place it takes")
 
 
-def state_is_there(h: History, op: Op, _: Anchor) -> None:
-    """The device updates state that has come there."""
-    if h.placed[op.block].state_moves and op.block not in h.state_up:
+def slices_go_up(h: History, op: Op, _: Anchor) -> None:
+    """Slices of gradients and weights come to the device, in place of what has gone back."""
+    if not h.placed[op.block].slices_move or op.block in h.slices_up:
+        h.fail("order", op, op.block, "brings slices to the device that are not updated there, or comes twice")
+    if not h.is_behind(op, h.grads.get(op.block, op.id + 1)) or h.schedule.ops[h.grads[op.block]].kind is not OpKind.REDUCE:
+        h.fail("order", op, op.block, "does not wait for its REDUCE")
+    over = list(h.slices_up)[-DEVICE_STATES] if len(h.slices_up) >= DEVICE_STATES else None
+    if over is not None and not h.is_behind(op, h.returned.get(over, op.id + 1)):
+        h.fail("capacity", op, op.block, f"does not wait for the SWAP_OUT of block {over}'s weights, whose place it takes")
+
+
+def is_there(h: History, op: Op, _: Anchor) -> None:
+    """The device updates what has come there."""
+    placed = h.placed[op.block]
+    if placed.state_moves and op.block not in h.state_up:
         h.fail("order", op, op.block, "is updated on the device, and its state has not come there")
+    if placed.slices_move and not h.is_behind(op, h.slices_up.get(op.block, op.id + 1)):
+        h.fail("order", op, op.block, "is updated on the device, and its gradients have not come there")
 
 
 def goes_back(h: History, op: Op, _: Anchor) -> None:

@@ -95,8 +95,8 @@ class Column:
         choice: The placement or the policy.
         taken: What the whole segment takes by it; of a policy what it takes beside keeping
             everything.
-        moving_bytes: Of a placement: device memory that state passes through on its way to an
-            update there.
+        moving_bytes: Of a placement: device memory that state and slices pass through on their way
+            to an update there.
         passing_bytes: Of a placement: device memory that one block's weights pass through.
         waiting_bytes: Of a placement: host memory that one block's gradients pass through.
         fetched_bytes: Of a placement: host memory that one block's weights pass through.
@@ -146,17 +146,18 @@ def _placed(index: int, segment: BlockRun, placed: Placed, model: ModelProfile, 
     block, count, shared = replace(segment.block, cast_bytes=0), len(segment), hardware.shared_memory
     weights_bytes, gradient_bytes = model.weight_bytes(block), model.gradient_bytes(block)
     weights, state, update = placed
-    moves = not shared and update is UpdateLane.DEVICE and state is Tier.HOST
-    on_host = update is UpdateLane.CPU or shared
+    on_device = not shared and update is UpdateLane.DEVICE
+    slices_move = on_device and hardware.ranks > 1 and block.num_trainable_params > 0
+    moving_bytes = on_device * (state is Tier.HOST) * model.state_bytes(block) + slices_move * (gradient_bytes + weights_bytes)
     rule = BlockPlan(name=block.name, weights=weights, state=state, update=update)
     return Column(
         segment=index,
         what=None,
         choice=placed,
         taken=count * uses(block, rule, model, hardware, m),
-        moving_bytes=moves * min(count, DEVICE_STATES) * model.state_bytes(block),
+        moving_bytes=min(count, DEVICE_STATES) * moving_bytes,
         passing_bytes=hardware.ranks * weights_bytes * (not shared and weights is not Tier.DEVICE),
-        waiting_bytes=gradient_bytes * on_host * (count if m > 1 else 1),
+        waiting_bytes=gradient_bytes * (slices_move or not on_device) * (count if m > 1 else 1),
         fetched_bytes=weights_bytes * (weights is Tier.DISK),
     )
 

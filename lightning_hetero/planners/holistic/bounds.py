@@ -60,9 +60,9 @@ class Quantity(IntEnum):
     COMPUTE_S = 0  # seconds of forward and backward, of all micro-batches
     DEVICE_UPDATE = 1  # parameters; on shared memory bytes as for CPU_UPDATE
     CPU_UPDATE = 2  # host memory traffic of the update
-    FRESH = 3  # new weights that the CPU has made and the device fetches
-    PASSED_CPU = 4  # weights below the device that the CPU updates, per pass
-    PASSED_DEVICE = 5  # the same, updated on the device or not at all
+    FRESH = 3  # new weights that the device fetches: the CPU has made them, or several ranks
+    PASSED_CPU = 4  # such weights below the device, per pass
+    PASSED_DEVICE = 5  # other weights below the device: updated there, or not at all
     GRADIENTS = 6  # to the host, once per micro-batch
     STATE_UP = 7
     STATE_DOWN = 8
@@ -81,6 +81,7 @@ class Quantity(IntEnum):
     RENEWED = 21  # new weights of which ranks gather the slices
     GATHERED = 22  # whole weights of which a rank keeps a slice, per pass
     REDUCED = 23  # gradients of all ranks, once per micro-batch
+    SLICES_UP = 24  # slices of gradients and weights that a rank's device updates
 
 
 class SpareMemory(IntEnum):
@@ -111,18 +112,20 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
     on_cpu = params > 0 and placed.update is UpdateLane.CPU
     on_device = params > 0 and not on_cpu
     below, on_disk = alone and placed.weights is not Tier.DEVICE, placed.weights is Tier.DISK
-    moves, returns = alone and on_device and placed.state is Tier.HOST, alone and on_device and placed.weights is Tier.HOST
-    # A CPU update writes the weights in host memory, whatever their tier.
-    on_host = placed.weights is Tier.HOST or (alone and on_cpu and placed.weights is Tier.DEVICE)
+    through_host = on_cpu or (params > 0 and ranks > 1)
+    moves, slices_move = alone and on_device and placed.state is Tier.HOST, alone and on_device and through_host
+    returns = alone and on_device and (slices_move or placed.weights is Tier.HOST)
+    # Such an update writes the weights in host memory, whatever their tier.
+    on_host = placed.weights is Tier.HOST or (alone and through_host and placed.weights is Tier.DEVICE)
     read, saved = placed.state is Tier.DISK, saved_bytes(block, placed, shared_memory=hardware.shared_memory)
     taken: dict[Quantity, float] = {  # in the order of Quantity
         Quantity.COMPUTE_S: micro_batches * (block.forward_s + backward_s(block, placed)),
         Quantity.DEVICE_UPDATE: on_device * (params if alone else cpu_update_bytes(params)),
         Quantity.CPU_UPDATE: on_cpu * cpu_update_bytes(params),
-        Quantity.FRESH: (alone and on_cpu) * whole,
-        Quantity.PASSED_CPU: (below and on_cpu) * whole,
-        Quantity.PASSED_DEVICE: (below and not on_cpu) * whole,
-        Quantity.GRADIENTS: (alone and on_cpu) * ranks * gradients,
+        Quantity.FRESH: (alone and through_host) * whole,
+        Quantity.PASSED_CPU: (below and through_host) * whole,
+        Quantity.PASSED_DEVICE: (below and not through_host) * whole,
+        Quantity.GRADIENTS: (alone and through_host) * ranks * gradients,
         Quantity.STATE_UP: moves * state,
         Quantity.STATE_DOWN: moves * state + returns * weights,
         Quantity.SWAPPED: saved.to_host + saved.to_disk,
@@ -132,7 +135,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.PASSED_DISK: on_disk * weights,
         Quantity.DEVICE_HELD: (placed.weights is Tier.DEVICE) * whole + (placed.state is Tier.DEVICE) * state,
         Quantity.DEVICE_SAVED: saved.kept,
-        Quantity.DEVICE_GRADIENTS: on_device * ranks * gradients,
+        Quantity.DEVICE_GRADIENTS: (on_device and not through_host) * gradients,
         Quantity.HOST_HELD: on_host * weights + (placed.state is Tier.HOST) * state,
         Quantity.HOST_SAVED: saved.to_host,
         Quantity.DISK_HELD: on_disk * (2 if params else 1) * (weights - block.in_place_bytes) + 2 * read * state + saved.to_disk,
@@ -140,6 +143,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.RENEWED: (params > 0) * sent,
         Quantity.GATHERED: (params > 0 and placed.weights is not Tier.DEVICE) * sent,
         Quantity.REDUCED: (params > 0 and ranks > 1) * ranks * gradients,
+        Quantity.SLICES_UP: slices_move * (weights + gradients),
     }
     return np.fromiter(taken.values(), np.float64, len(Quantity))
 
@@ -193,7 +197,7 @@ LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
             _For.UPDATE: (Quantity.FRESH,),
             _For.PASS: (Quantity.PASSED_CPU, Quantity.PASSED_DEVICE),
             _For.SWAP: (Quantity.SWAPPED,),
-            _For.REST: (Quantity.STATE_UP,),
+            _For.REST: (Quantity.STATE_UP, Quantity.SLICES_UP),
         },
     ),
     "d2h": (Work.D2H, {_For.UPDATE: (Quantity.GRADIENTS,), _For.SWAP: (Quantity.SWAPPED,), _For.REST: (Quantity.STATE_DOWN,)}),

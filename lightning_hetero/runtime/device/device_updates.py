@@ -13,7 +13,15 @@ nearly equals its step cancels it, and may differ by many of its own units
 State of tier DEVICE stays on the device. State of tier HOST is in the engine's memory between
 steps: SWAP_IN takes device memory and copies the state there, SWAP_OUT writes it back and frees
 that memory (Deep Optimizer States, section 4.3: prefetch and flush on lanes of their own, beside
-the update). In both cases all arrays of a part are one run on the device, with the part's layout.
+the update). In both cases all arrays of a part are one run on the device, with the layout of the
+native part.
+
+[Note: Slices on the device]
+Each of several ranks updates its slice. Its copy of whole weights is not in the update: it comes
+from the host, and is released and renewed as if the CPU had made the update. So SWAP_IN takes
+memory for the slices of weights and gradients and copies them there, the UPDATE works in that
+memory, and SWAP_OUT copies the weights back and frees it. State is the slice's. Slices cut
+parameters at multiples of 16 elements, so the bits are those of whole tensors on CPU memory.
 """
 
 from __future__ import annotations
@@ -49,9 +57,19 @@ _CHUNK_ELEMENTS = 1 << 24
 @dataclass(slots=True)
 class _State:
     memory: Tensor  # one run of bytes
-    arrays: list[Tensor]  # the fp32 arrays in it, flat, with the part's layout
+    arrays: list[Tensor]  # the fp32 arrays in it, flat, with the layout of the native part
     runs: list[Sequence[Tensor]]  # the parameters' runs in each array
     kept: bool  # it stays there
+
+
+@dataclass(slots=True)
+class _Slices:
+    """See [Note: Slices on the device]."""
+
+    memory: Tensor
+    weights: Tensor  # flat
+    runs: Sequence[Tensor]  # of the parameters in it
+    grads: Sequence[Tensor]  # of the updated ones, in their order
 
 
 class DeviceUpdates:
@@ -60,6 +78,7 @@ class DeviceUpdates:
     def __init__(self, lanes: Lanes, weights: DeviceWeights, store: TierStore) -> None:
         self._lanes, self._weights, self._store = lanes, weights, store
         self._states: dict[Part, _State] = {}
+        self._slices: dict[Part, _Slices] = {}
         self._returning: dict[Part, Event] = {}  # the last SWAP_OUT of borrowed state
 
     # ---- a session's begin and end ---------------------------------------------------------------
@@ -94,7 +113,7 @@ class DeviceUpdates:
         if state is None or part.state_home is not self:
             return False
         if len(state.arrays) > len(adam.MOMENTS) and part.master_versions != versions(part):  # as before the next update
-            state.arrays[0].copy_(self._weights.newest_flat(part))
+            state.arrays[0].copy_(self._newest(part))
             part.master_versions = own_versions(part)
         for host, array in zip(_host(part), state.arrays, strict=True):
             self._lanes.copy(host, array)
@@ -122,6 +141,32 @@ class DeviceUpdates:
             self._give_back(part)
         return []
 
+    def lift(self, part: Part, indices: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """SWAP_IN gradients (run on ``h2d``, after REDUCE): copies slices of them and of weights.
+
+        Args:
+            part: The part.
+            indices: The positions of the parameters that are updated.
+            grads: What the rank has of their gradients, flat.
+        """
+        num_bytes = 2 * part.slice_elements * part.dtype.itemsize
+        memory = self._lanes.memory().take(num_bytes, f"slices of {part.block.name}")
+        weights, flat = memory.view(part.dtype).view(2, -1).unbind()
+        runs = part.own_runs(flat)
+        there = [runs[index] for index in indices]
+        self._slices[part] = _Slices(memory, weights, part.own_runs(weights), there)
+        self._lanes.copies([weights, *there], [part.slice_run, *grads])
+
+    def put_down(self, block: Block) -> list[Ticket]:
+        """SWAP_OUT weights of ranks (run on ``d2h``, after a mark behind the UPDATE)."""
+        for part in block.parts:
+            if (slices := self._slices.pop(part, None)) is not None:
+                for ticket in writes_of(part):  # they read host memory
+                    ticket.wait()
+                self._lanes.copy(part.slice_run, slices.weights)
+                self._lanes.memory().give(slices.memory)
+        return []
+
     def give_back(self) -> None:
         """Writes all borrowed state back, after a step without updates. The lanes are drained."""
         for part in [part for part, state in self._states.items() if not state.kept]:
@@ -139,7 +184,15 @@ class DeviceUpdates:
         for part in self._borrowers(block):
             self._returning[part] = event
 
-    @torch.no_grad()
+    def update_slices(self, part: Part, numbers: Sequence[tuple[int, Hyper]], *, scale: float) -> None:
+        """UPDATE of what :meth:`lift` has brought; other ranks update the rest."""
+        slices = self._slices[part]
+        rows = [(*row, grad) for row, grad in zip(numbers, slices.grads, strict=True) if grad.numel()]
+        self._update(part, rows, slices.weights, slices.runs, scale)
+        torch.autograd.graph.increment_version([part.params[i] for i, _ in numbers])
+        part.versions, part.master_versions = versions(part), own_versions(part)
+        self._weights.outdate(part)
+
     def update(self, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
         """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): updates a part.
 
@@ -148,25 +201,28 @@ class DeviceUpdates:
         Raises:
             HeteroError: The part's state is not on the device.
         """
-        weights = self._weights.runs(part)
+        self._update(part, rows, self._weights.flat(part), self._weights.runs(part), scale)
+        # Autograd raises if a graph still needs the old weights.
+        torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
+        part.master_versions = own_versions(part)
+        self._weights.updated(part, part.master_versions)
+
+    @torch.no_grad()
+    def _update(self, part: Part, rows: Sequence[Row], flat: Tensor, weights: Sequence[Tensor], scale: float) -> None:
         if part not in self._states:
             raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")
         state = self._states[part]
         arrays = [weights, *state.runs] if len(state.runs) == len(adam.MOMENTS) else state.runs  # master and moments
         if arrays[0] is not weights and part.master_versions != versions(part):  # user code wrote weights: they are the master
-            state.arrays[0].copy_(self._weights.flat(part))
+            state.arrays[0].copy_(flat)
         for hyper, same in _by_numbers(rows):
             runs = [[array[i] for i, _, _ in same] for array in arrays]
             grads = [grad if grad.stride() == (1,) else grad.as_strided((grad.numel(),), (1,)) for _, _, grad in same]
             for pieces in _chunks(runs, grads, whole=scale == 1.0):
                 self._step(hyper, *pieces, scale)
-        if arrays[0] is not weights:  # rounds to nearest even
+        if rows and arrays[0] is not weights:  # rounds to nearest even
             torch._foreach_copy_([weights[i] for i, _, _ in rows], [arrays[0][i] for i, _, _ in rows])
         part.stepped, part.fresh = True, False
-        # Autograd raises if a graph still needs the old weights.
-        torch.autograd.graph.increment_version([part.params[i] for i, _, _ in rows])
-        part.master_versions = own_versions(part)
-        self._weights.updated(part, part.master_versions)
 
     def _step(self, hyper: Hyper, runs: _Runs, grads: list[Tensor], scale: float) -> None:
         grads = [grad if grad.dtype is torch.float32 else grad.float() for grad in grads]
@@ -182,18 +238,18 @@ class DeviceUpdates:
     # ---- readers and writers of the state (``StateHome``) ----------------------------------------
 
     def read(self, part: Part, array: int, index: int) -> Tensor:
-        """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
+        """A fresh flat fp32 CPU tensor with the part's own piece of a parameter in an array."""
         self._wait(part)
         run = self._run(part, array, index)
         if adam.state_names(part.dtype)[array] == adam.MASTER and part.master_versions != versions(part):  # as in update
-            run = self._weights.newest_flat(part)[part.offsets[index] : part.offsets[index] + run.numel()]
+            run = part.own_runs(self._newest(part))[index]
         return torch.empty(run.shape, dtype=torch.float32).copy_(run)
 
     def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat fp32 values)``."""
         self._wait(part)
         for array, index, values in runs:
-            self._run(part, array, index).copy_(values)
+            self._run(part, array, index).copy_(part.own_piece(index, values)[1])
         part.stepped, part.fresh = True, False
 
     def _take(self, part: Part, *, kept: bool) -> _State:
@@ -201,10 +257,10 @@ class DeviceUpdates:
             raise HeteroError(
                 f"the state of {part.block.name!r} is on {self._lanes.device} already; SWAP_OUT comes before SWAP_IN."
             )
-        count, length = part.require_native().geometry.num_state, part.num_elements
+        count, length = part.require_native().geometry.num_state, part.slice_elements
         memory = self._lanes.memory().take(4 * count * length, f"optimizer state of {part.block.name}")
         arrays = list(memory.view(torch.float32).view(count, length).unbind())
-        state = self._states[part] = _State(memory, arrays, [part.runs(array) for array in arrays], kept)
+        state = self._states[part] = _State(memory, arrays, [part.own_runs(array) for array in arrays], kept)
         return state
 
     def _bring(self, part: Part, state: _State) -> None:
@@ -221,7 +277,11 @@ class DeviceUpdates:
     def _run(self, part: Part, array: int, index: int) -> Tensor:
         state = self._states.get(part)
         flat = _host(part)[array] if state is None else state.arrays[array]
-        return flat[part.offsets[index] : part.offsets[index] + part.params[index].numel()]
+        return part.own_runs(flat)[index]
+
+    def _newest(self, part: Part) -> Tensor:
+        """The newest weights as one run with the layout of the native part."""
+        return self._weights.newest_flat(part) if part.own.ranks == 1 else part.slice_run
 
     def _wait(self, part: Part) -> None:
         event = self._returning.pop(part, None)
@@ -233,7 +293,7 @@ def _host(part: Part) -> list[Tensor]:
     """The state arrays in the engine's memory, flat."""
     native, flats = part.require_native(), []
     for array in range(native.geometry.num_state):
-        flats.append(tensor_at(native, native.state_memory(array), part.num_elements, torch.float32))
+        flats.append(tensor_at(native, native.state_memory(array), part.slice_elements, torch.float32))
     return flats
 
 
@@ -245,6 +305,8 @@ def _host_run(part: Part) -> Tensor:
 
 def _by_numbers(rows: Sequence[Row]) -> Iterable[tuple[Hyper, Sequence[Row]]]:
     """The rows with the same hyper-parameters, together."""
+    if not rows:  # other ranks have all of these parameters
+        return ()
     first = rows[0][1]
     if all([hyper is first for _, hyper, _ in rows]):  # as in nearly all parts  # noqa: C419  # one call, not one each
         return [(first, rows)]

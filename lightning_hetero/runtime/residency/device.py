@@ -43,7 +43,7 @@ class DeviceResidency(Residency):
         return block.plan.weights is not Tier.DEVICE
 
     def is_released(self, block: Block) -> bool:
-        """Parameters that live on the device and that the CPU updates are handles between batches.
+        """Parameters that live there, and are new on the host first, are handles between batches.
 
         So code that writes them then, even as ``param.data``, also writes the host's copy, from
         which the next update starts.
@@ -52,7 +52,8 @@ class DeviceResidency(Residency):
         return self.is_away(block) or below or not all(part.is_whole for part in block.parts)
 
     def _comes_from_below(self, block: Block) -> bool:
-        return self.is_away(block) or (self._is_trained(block) and block.plan.update is UpdateLane.CPU)
+        through_host = block.plan.update is UpdateLane.CPU or self._slices is not None
+        return self.is_away(block) or (self._is_trained(block) and through_host)
 
     def _is_trained(self, block: Block) -> bool:
         return self.weights.model.blocks[block.index].num_trainable_params > 0
@@ -96,7 +97,7 @@ class DeviceResidency(Residency):
         self._in_batch, self._evaluates = True, not training
 
     def end_batch(self) -> None:
-        """Parameters that the CPU updates become handles."""
+        """Parameters whose new weights come from the host become handles."""
         self._in_batch = self._evaluates = False
         for block in self._blocks:
             if not block.uses and self.is_released(block):
@@ -145,9 +146,9 @@ class DeviceResidency(Residency):
             self.parameters.hide(block)
 
     def before_update(self, block: Block) -> None:
-        """The place is the host's memory if the host updates the block, else the device's."""
+        """The place is the device's memory if the update changes its copy, else the host's."""
         self._gather(block)
-        if block.plan.update is UpdateLane.DEVICE and self._side.weights.is_outdated(block):
+        if self._slices is None and block.plan.update is UpdateLane.DEVICE and self._side.weights.is_outdated(block):
             self.provide(block)
 
     @contextmanager

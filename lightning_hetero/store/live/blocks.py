@@ -43,7 +43,7 @@ class StateHome(Protocol):
     """Keeps the state arrays of parts in other memory than the engine's: that of a device."""
 
     def read(self, part: Part, array: int, index: int) -> Tensor:
-        """A fresh flat fp32 CPU tensor with parameter ``index``'s run of an array."""
+        """A fresh flat fp32 CPU tensor with the part's own piece of a parameter in an array."""
 
     def write(self, part: Part, runs: Sequence[tuple[int, int, Tensor]]) -> None:
         """Overwrites runs ``(array, index, flat fp32 values)``."""
@@ -263,6 +263,12 @@ class Part:
             self._own_run = tensor_at(self.arena, self.arena.address, self.num_elements, self.dtype)
         return self._own_run
 
+    @property
+    def slice_run(self) -> Tensor:
+        """What the native part has of it."""
+        begin = self.own.rank * self.slice_elements
+        return self.run[begin : begin + self.slice_elements]
+
     def fixed_address(self, index: int) -> int:
         """An address that is parameter ``index``'s alone, wherever its weights are; 0 if empty."""
         return self.arena.address + self.offsets[index] * self.dtype.itemsize if self.params[index].numel() else 0
@@ -281,6 +287,10 @@ class Part:
     def runs(self, flat: Tensor) -> Sequence[Tensor]:
         """The runs of the parameters in a flat tensor with the part's layout."""
         return flat.split_with_sizes(self._sizes)[::2]
+
+    def own_runs(self, flat: Tensor) -> list[Tensor]:
+        """The pieces of the parameters in a flat tensor with the layout of the native part."""
+        return [flat[start : start + length] if length else flat[:0] for start, length in self.pieces]
 
     def own_piece(self, index: int, flat: Tensor) -> tuple[int, Tensor]:
         """Where the native part has its piece of a parameter, and that piece of a flat run."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from support.cli import invoke, parsed
+from support.simulations import CPU, ON_HOST, model_of, plan_of
 
+from lightning_hetero.cli.ranks import together
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import Plan, UpdateLane
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planners.evaluation import evaluated, simulation
-from lightning_hetero.planners.one_rank import one_rank
+from lightning_hetero.planners.one_rank import as_run, one_rank
 from lightning_hetero.profiling import presets
 
 PRESET = ["--preset-model", "gpt:layers=4,hidden=2048,heads=16", "--batch", "8", "--sequence", "512"]
@@ -37,21 +39,23 @@ def test_a_plan_of_several_devices_says_what_all_have_and_what_each(tmp_path: Pa
 
 
 @pytest.mark.parametrize("planner", ["deep_optimizer_states", "protrain"])
-def test_a_planner_of_updates_on_the_device_plans_what_devices_share(planner: str, tmp_path: Path) -> None:
-    """The papers' own plans update on the device, which several ranks do not run."""
+def test_a_planner_of_updates_on_the_device_plans_them_for_slices(planner: str, tmp_path: Path) -> None:
+    """The papers' own plans update on the device: each of several devices updates its slices."""
     words = " ".join(invoke("plan", *PRESET, *BOX, "--planner", planner, "--out", tmp_path / "p.json").stdout.split())
     plan = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))
-    assert {block["update"] for block in plan["blocks"]} == {"cpu"}
+    assert "device" in {block["update"] for block in plan["blocks"]}
     assert "of optimizer state are its own" in words
 
 
-def test_a_plan_that_devices_do_not_share_says_so(tmp_path: Path) -> None:
-    invoke("plan", *PRESET, *BOX, "--planner", "host", "--out", tmp_path / "p.json")
-    plan = Plan.load(tmp_path / "p.json")
-    rows = tuple(replace(row, weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE) for row in plan.blocks)
-    (tmp_path / "p.json").write_text(replace(plan, blocks=rows, predicted=None).to_json(), encoding="utf-8")
-    words = " ".join(invoke("explain", tmp_path / "p.json").stdout.split())
-    assert "without the time of collectives and with a whole copy each" in words
+def test_a_plan_that_devices_do_not_share_says_so() -> None:
+    """Devices that are the host's own CPU have no update of their own."""
+    plan, model, machine = (
+        plan_of(replace(ON_HOST, update=UpdateLane.DEVICE), ON_HOST),
+        model_of(20, 20),
+        replace(CPU, world_size=2),
+    )
+    found = evaluated(plan, *as_run(plan, model, machine))
+    assert "without the time of collectives and with a whole copy each" in together(found, model, machine)["all devices"]
 
 
 def test_exchanges_between_devices_are_named() -> None:
