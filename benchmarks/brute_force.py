@@ -82,8 +82,8 @@ def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
             continue
         if not hardware.shared_memory and (state, update) == (Tier.DEVICE, UpdateLane.CPU):
             continue  # the CPU updates what is in host memory
-        if hardware.ranks > 1 and (state is Tier.DEVICE or update is UpdateLane.DEVICE):
-            continue  # each rank updates its slice on the CPU
+        if hardware.ranks > 1 and hardware.shared_memory and (state is Tier.DEVICE or update is UpdateLane.DEVICE):
+            continue  # such ranks update their slices on the CPU
         both = (weights, state) == (Tier.DEVICE, Tier.DEVICE)
         if not hardware.copies_weights and Tier.DEVICE in (weights, state) and not both:
             continue  # one memory, by another name
