@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from contestants import settle
 from gpt2 import GPT2, Layer, Size, fit, make_trainer
 from rank_groups import join_as
 from scratch import free_port, process_context
 
 from lightning_hetero import HeteroOffloadStrategy
+from lightning_hetero.runtime.process_memory import give_free_pages_back
 from lightning_hetero.store.capacity import peak_resident_bytes
 
 _REST = 10  # a sample costs the ranks time: so many times as long nothing is sampled
@@ -59,7 +61,8 @@ class Held:
     Attributes:
         before: Proportional set sizes before there is a model.
         phases: The same in each phase: ``model`` until training begins, ``first_batches``,
-            ``steps``, ``checkpoint``, ``end``.
+            ``steps``, ``between_steps``, ``checkpoint``, ``end``. ``between_steps`` is a moment
+            after the last step: no update is under way, and malloc has given back what is free.
         disk: Files of stores during training.
         peak_rss: Resident memory of the rank that had most, libraries and shared pages included.
     """
@@ -69,10 +72,9 @@ class Held:
     disk: int
     peak_rss: int
 
-    @property
-    def ram(self) -> int:
-        """Of the phase ``steps``, beside what processes have without a model."""
-        return self.phases["steps"] - self.before
+    def beside(self, phase: str) -> int:
+        """Of a phase, beside what processes have without a model."""
+        return self.phases[phase] - self.before
 
 
 def pss_bytes(pid: int) -> int:
@@ -89,12 +91,20 @@ def file_bytes(directory: Path) -> int:
 class _Tells(pl.Callback):
     """Tells the phases of training."""
 
-    def __init__(self, channel: Connection, warm: int) -> None:
-        self._channel, self._warm = channel, warm
+    def __init__(self, channel: Connection, work: Fit) -> None:
+        self._channel, self._work = channel, work
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (0, self._warm):
-            self._channel.send(("first_batches" if batch_idx < self._warm else "steps", 0))
+        if batch_idx in (0, self._work.warm):
+            self._channel.send(("first_batches" if batch_idx < self._work.warm else "steps", 0))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self._work.warm + self._work.steps:
+            if self._work.plan != "ddp":
+                settle(trainer.strategy)
+            give_free_pages_back()
+            self._channel.send(("between_steps", 0))
+            self._channel.recv()  # until the memory of all ranks has been counted
 
 
 def _train(channel: Connection, rank: int, ranks: int, port: int, work: Fit) -> None:
@@ -106,7 +116,7 @@ def _train(channel: Connection, rank: int, ranks: int, port: int, work: Fit) -> 
     if not copies:
         store = None if work.plan == "host" else work.store
         strategy = HeteroOffloadStrategy(work.plan, block_cls=Layer, disk_path=store, host_memory=work.host_memory)
-    told = _Tells(channel, work.warm)
+    told = _Tells(channel, work)
     trainer = make_trainer(
         strategy=strategy, devices=ranks, max_steps=work.warm + work.steps, callbacks=[told], default_root_dir=work.directory
     )
@@ -146,7 +156,7 @@ def held(ranks: int, work: Fit) -> Held | None:
 def _watch(channels: list[Connection], pids: list[int], work: Fit) -> Held:
     """Samples until all ranks have told their end. A phase begins when its first rank tells it."""
     before = [channel.recv()[1] for channel in channels]
-    phase, phases, disk, peaks = "model", dict[str, int](), 0, list[int]()
+    phase, phases, disk, peaks, waiting = "model", dict[str, int](), 0, list[int](), list[Connection]()
     while len(peaks) < len(channels):
         began_s = time.monotonic()
         phases[phase] = max(phases.get(phase, 0), sum(map(pss_bytes, pids)))
@@ -154,8 +164,15 @@ def _watch(channels: list[Connection], pids: list[int], work: Fit) -> Held:
             disk = max(disk, file_bytes(work.store))
         for channel in wait(channels, timeout=_REST * (time.monotonic() - began_s)):
             assert isinstance(channel, Connection)
-            phase, peak = channel.recv()
-            peaks += [peak] if phase == "end" else []
+            told, peak = channel.recv()
+            peaks += [peak] if told == "end" else []
+            waiting += [channel] if told == "between_steps" else []
+            phase = told if told != "between_steps" or len(waiting) == len(channels) else phase
+        if len(waiting) == len(channels):
+            phases[phase] = sum(map(pss_bytes, pids))
+            for channel in waiting:
+                channel.send(None)
+            waiting, phase = [], "end"
     phases[phase] = max(phases.get(phase, 0), sum(map(pss_bytes, pids)))
     return Held(before=sum(before), phases=phases, disk=disk, peak_rss=max(peaks))
 
@@ -171,26 +188,30 @@ def compare(ranks: int, work: Fit, *, copies: bool) -> dict[str, Any]:
     """
     whole = replace(work, batch=work.batch * ranks)
     several, one, smaller = (_both_plans(number, each) for number, each in ((ranks, work), (1, whole), (1, work)))
-    activations = one["ram"] and smaller["ram"] and max(0, (one["ram"] - smaller["ram"]) // (ranks - 1))
+    peaks = several["peak_ram"], one["peak_ram"], smaller["peak_ram"]
+    activations = peaks[1] and peaks[2] and max(0, (peaks[1] - peaks[2]) // (ranks - 1))
     copied = held(ranks, replace(work, plan="ddp")) if copies else None
     return {
-        "ram_bytes": several["ram"], "disk_bytes": several["disk"],
-        "one_process": one, "one_process_with_a_ranks_batch": smaller,
-        "state_bytes_vs_one_process": {kind: ratio(several[kind], one[kind]) for kind in several},
-        "ram_vs_one_process_with_a_ranks_batch": ratio(several["ram"], smaller["ram"]),
+        **several, "one_process": one, "one_process_with_a_ranks_batch": smaller,
+        "state_bytes_vs_one_process": {kind: ratio(several[kind], one[kind]) for kind in ("ram", "disk")},
+        "peak_ram_vs_one_process": ratio(peaks[0], peaks[1]),
+        "peak_ram_vs_one_process_with_a_ranks_batch": ratio(peaks[0], peaks[2]),
         "activation_bytes_of_a_ranks_batch": activations,
-        "per_rank_bytes": several["ram"] and one["ram"] and (several["ram"] - one["ram"]) // (ranks - 1),
-        "copies_vs_one_process": ratio(copied and copied.ram, one["ram"]),
+        "peak_bytes_per_rank": peaks[0] and peaks[1] and (peaks[0] - peaks[1]) // (ranks - 1),
+        "copies_vs_one_process": ratio(copied and copied.beside("between_steps"), one["ram"]),
     }  # fmt: skip
 
 
 def _both_plans(ranks: int, work: Fit) -> dict[str, int | None]:
-    """RAM under plan ``host`` and disk under plan ``disk``."""
+    """RAM under plan ``host``, between steps and at its peak, and disk under plan ``disk``."""
     folder = work.directory / f"ranks-{ranks}-batch-{work.batch}"
     folder.mkdir()
     in_memory = held(ranks, work)
     on_disk = held(ranks, replace(work, plan="disk", directory=folder, host_memory=None))
-    return {"ram": in_memory and in_memory.ram, "disk": on_disk and on_disk.disk}
+    return {
+        "ram": in_memory and in_memory.beside("between_steps"), "peak_ram": in_memory and in_memory.beside("steps"),
+        "disk": on_disk and on_disk.disk,
+    }  # fmt: skip
 
 
 def ratio(one: float | None, other: float | None) -> float | None:

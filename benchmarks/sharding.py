@@ -8,10 +8,12 @@ themselves. ``--parts`` chooses what is measured:
   is the sum of their proportional set sizes, in which a page that several processes map counts
   once, less what the processes have before there is a model (plan ``host``). Disk is what the files
   of their stores take (plan ``disk``). ``state_bytes_vs_one_process`` are the ratios to that
-  process, and ``per_rank_bytes`` is the RAM that each further rank adds.
-  ``ram_vs_one_process_with_a_ranks_batch`` compares with a process that has the batch of one rank
-  alone, so activations of N batches with those of one. ``copies_vs_one_process`` (``--copies``) is
-  that of Lightning's ``ddp``.
+  process of what is held between two steps: weights and optimizer state.
+  ``peak_ram_vs_one_process`` is that of the most in a step, with gradients and activations too, and
+  with what malloc keeps of freed ones; ``peak_bytes_per_rank`` is what each further rank adds to
+  it. ``peak_ram_vs_one_process_with_a_ranks_batch`` compares with a process that has the batch of
+  one rank alone, so activations of N batches with those of one. ``copies_vs_one_process``
+  (``--copies``) is that of Lightning's ``ddp`` between two steps.
 * ``large``: a budget for all ranks together (``--host-memory``), kept in every phase of a fit that
   plans by itself, or has ``--large-plan disk``, and ends with a checkpoint; see
   ``rank_memory.within_budget``. The model is GPT-2 with ``--large-layers`` layers of width
