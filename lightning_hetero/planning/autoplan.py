@@ -47,7 +47,7 @@ from lightning_hetero.profiling.memory import Observed, OperatorMeasure, kept_by
 from lightning_hetero.profiling.model import BatchProfiler, check_activations, model_profile
 from lightning_hetero.runtime.optimizers import Rule
 from lightning_hetero.runtime.session import Session
-from lightning_hetero.store.capacity import heap_size, resident_bytes
+from lightning_hetero.store.capacity import heap_size
 from lightning_hetero.units import format_bytes
 
 _TIMED = 3  # batches: the fewest whose median ignores one outlier
@@ -208,7 +208,7 @@ class Autoplan:
         self._measures = self.stage in (Stage.RECORD, Stage.TIME)
         if self._measures:
             if not self._constant_bytes:  # later the process also holds what malloc keeps for the next step
-                self._constant_bytes = max(1, resident_bytes() - session.present_bytes)
+                self._constant_bytes = max(1, session.resident_meter() - session.present_bytes)
                 self._heap_bytes = heap_size()
                 self._constant_device_bytes = session.running.lanes.allocated_bytes()
             self.profiler = BatchProfiler(session, tokens=batch.tokens, operators=self.stage is Stage.RECORD)

@@ -151,7 +151,7 @@ class Budgets:
         present, on_device = self.present_bytes, 0 if device is None or not device.is_unified else device.held_bytes()
         if self.profile is None or not self._started:
             return on_device + present
-        return on_device + max(present, resident_bytes() - self.profile.constant_host_bytes)
+        return on_device + max(present, self.resident_meter() - self.profile.constant_host_bytes)
 
     @property
     def present_bytes(self) -> int:
@@ -166,12 +166,18 @@ class Budgets:
         return weights + sum(s.state_bytes for s, b in rows if b.plan.state not in away and any(p.stepped for p in b.parts))
 
     @property
-    def shared_bytes(self) -> Callable[[], int] | None:
-        """Says how much of the weights that ranks share is this rank's; ``None`` if they do not."""
+    def resident_meter(self) -> Callable[[], int]:
+        """Says how much host memory this process holds now; of what ranks share, its slices."""
         if self.file is None:
-            return None
+            return resident_bytes
         rows = [(block, sum(part.slice_bytes for part in block.parts)) for block in self.blocks]
-        return lambda: sum(size for block, size in rows if block.resident)
+
+        def read() -> int:
+            # Memory for blocks made on the meta device is filled after the budget begins to count.
+            there = (size for block, size in rows if block.resident and (self._started or self._setup.is_set(block)))
+            return resident_bytes(shared=False) + sum(there)
+
+        return read
 
     def _room_for_copies(self) -> float:
         """Host memory for copies: the rest of the budget, or most of the free memory."""

@@ -49,11 +49,11 @@ class Heap:
     Args:
         host_memory: The user's budget; ``None``: nine tenths of the free memory.
         present_bytes: The part of the budget that is in memory already.
-        shared_bytes: Says what counts of memory that ranks share; ``None``: they share none.
+        resident_meter: Says how much memory the process holds, ``present_bytes`` included.
     """
 
-    def __init__(self, host_memory: int | None, *, present_bytes: int, shared_bytes: Callable[[], int] | None = None) -> None:
-        self._shared_bytes = shared_bytes
+    def __init__(self, host_memory: int | None, *, present_bytes: int, resident_meter: Callable[[], int] = resident_bytes) -> None:
+        self._read_resident = resident_meter
         libc = ctypes.CDLL(None)
         self._trim = getattr(libc, "malloc_trim", None)  # glibc's; other libraries give large tensors back at once
         self._mallopt = None if any(name in os.environ for name in _USER_DECIDES) else getattr(libc, "mallopt", None)
@@ -158,7 +158,6 @@ class Heap:
         return self._takes_what_is_free and 2 * resident + coming_bytes + _NEAR <= self._limit
 
     def _resident(self) -> int:
-        share = 0 if self._shared_bytes is None else self._shared_bytes()  # of what each rank maps whole
-        resident = resident_bytes(shared=self._shared_bytes is None) + share
+        resident = self._read_resident()
         self.peak_bytes = max(self.peak_bytes, resident)
         return resident

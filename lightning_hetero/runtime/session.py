@@ -218,7 +218,7 @@ class Session(Copies):
         self.recorder.observe(lanes, [block.name for block in self.blocks])
         run = Run(
             blocks=self.blocks, store=store, lanes=lanes, side=side, slices=slices, updater=updater, recorder=self.recorder,
-            heap=Heap(placement.host_memory, present_bytes=self.present_bytes, shared_bytes=self.shared_bytes),
+            heap=Heap(placement.host_memory, present_bytes=self.present_bytes, resident_meter=self.resident_meter),
             mirror=self.steps.mirror if self.keeps_steps else None, poison=self.options.poison,
         )  # fmt: skip
         executor = Executor(self._install(run, placement, model))

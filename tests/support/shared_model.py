@@ -16,12 +16,13 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -37,7 +38,8 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EmulatedDevice, EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.runtime import slice_gradients
+from lightning_hetero.runtime import budgets, session, slice_gradients
+from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -311,12 +313,25 @@ def is_read_from_disk(out: Path) -> None:
 
 
 def is_made_in_slices(out: Path) -> None:
-    """A model on the meta device gets weights block by block: those of the first rank's seed."""
+    """A model on the meta device gets weights block by block: those of the first rank's seed.
+
+    A budget counts a rank's slices of what is there, not of what comes.
+    """
+    counted = []
+
+    class Watched(Heap):
+        def __init__(self, host_memory: int | None, *, present_bytes: int, resident_meter: Callable[[], int]) -> None:
+            with mock.patch.object(budgets, "resident_bytes", return_value=0):
+                counted.append((resident_meter(), present_bytes))
+            super().__init__(host_memory, present_bytes=present_bytes, resident_meter=resident_meter)
+
     with torch.device("meta"):
         shared = Model("frozen")
     torch.manual_seed(5 + RANK)
-    trainer(out).fit(shared, batches())
+    with mock.patch.object(session, "Heap", Watched):
+        trainer(out).fit(shared, batches())
     same(shared, reference("frozen"))
+    assert counted == [(0, 0)]
 
 
 def is_as_under_ddp(out: Path) -> None:

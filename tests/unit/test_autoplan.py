@@ -22,6 +22,7 @@ from lightning_hetero.planning.autoplan import Autoplan, BatchSize, Stage
 from lightning_hetero.planning.fit_planning import FitPlanning, scaled
 from lightning_hetero.planning.machine_profile import Machine
 from lightning_hetero.runtime.options import StepRules
+from lightning_hetero.store.capacity import resident_bytes
 
 GIB = 2**30
 PROFILED = [Stage.RECORD, Stage.TIME, Stage.TIME, Stage.TIME]
@@ -40,7 +41,7 @@ class Session:
 
     def __init__(self) -> None:
         self.budget = 8 * GIB
-        self.present_bytes = 0
+        self.present_bytes, self.resident_meter = 0, resident_bytes
         self.device_memory = None
         self.on_disk = False
         lanes = SimpleNamespace(allocated_bytes=lambda: 0)
