@@ -265,7 +265,7 @@ class OffloadRun:
         if self._peers is not None:
             rules = self._peers.rules(rules)
         strategy.setup_precision_plugin()
-        verifier = self._verifier()
+        verifier = self._verifier(session)
         if self.autoplan is not None:
             self.autoplan.fit_begins(session)
             self._callback = callbacks.make(self, self.autoplan)
@@ -316,10 +316,11 @@ class OffloadRun:
     def _reads_files(self) -> bool:
         return self.choices.weights is not None and (self._imported is None or self._imported() is not self.module)
 
-    def _verifier(self) -> Verifier | None:
+    def _verifier(self, session: Session) -> Verifier | None:
         steps = self.choices.verify
         device = self.strategy.root_device if isinstance(self.options.device, StreamDevice) else None
-        return Verifier(self.module, steps, device=device) if steps else None
+        outside = {id(p) for block in session.blocks if block.spec.pinned for p in block.params()}
+        return Verifier(self.module, steps, device=device, collectives=self.options.collectives, outside=outside) if steps else None
 
     def _leave_room_for_reference(self) -> None:
         """Plans may use the GPU memory that the reference of ``verify`` leaves free."""

@@ -173,11 +173,6 @@ class HeteroOffloadRanks(_Base):
                 f"ranks compute on {', '.join(map(str, devices))}: several of them on one, and each would take all of its memory. "
                 f"Pass device_memory, which is what each of them may have."
             )
-        if choices.verify:
-            raise self._refusal(
-                f"verify={choices.verify!r}, whose reference is a whole copy that does not know the gradients of other ranks,",
-                "Leave verify out.",
-            )
         if self._layer_sync is not None:
             why = ", which torch's SyncBatchNorm does not do on a CPU," if self.root_device.type == "cpu" else ""
             raise self._refusal(f"sync_batchnorm=True{why}", "Leave it out.")

@@ -149,7 +149,7 @@ class Training:
         verifier = self._verifier
         if verifier is not None:
             self._session.drain()
-            with self._hooks.aside():
+            with self._hooks.aside(), self._reading():
                 verifier.batch_begins(self._module, self._module.trainer.optimizers[0], self._precision, args, kwargs)
         if self.clock is not None:
             self.clock.batch_begins()
@@ -257,11 +257,16 @@ class Training:
             self._verify(self._verifier, optimizer)
         return output
 
+    def _reading(self) -> AbstractContextManager[None]:
+        """In the context ranks that share a model read its weights and state together."""
+        slices = self._executor.slices
+        return nullcontext() if slices is None else slices.reads.by_all()
+
     def _verify(self, verifier: Verifier, optimizer: Optimizer) -> None:
         blocks = self._session.blocks
         on_cpu = {id(p) for block in blocks if block.plan.update is UpdateLane.CPU for p in block.params()}
-        with self._waiting(), self._hooks.aside():
-            self._session.drain()
+        self._session.drain()
+        with self._waiting(), self._hooks.aside(), self._reading():
             verifier.check(self._module, optimizer, self._precision, on_cpu)
         if not verifier.steps_left:
             self._verifier = None

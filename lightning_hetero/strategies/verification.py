@@ -15,6 +15,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,11 +28,13 @@ from torch.utils import _pytree as pytree
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError, VerificationError
 from lightning_hetero.handles.offloaded_parameter import materialize
+from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.optim import adam
 from lightning_hetero.optim.combined import held
 from lightning_hetero.optim.reference import MasterWeightOptimizer
 from lightning_hetero.store.capacity import available_memory_bytes
 from lightning_hetero.strategies.data import RandomStates, random_state, set_random_state
+from lightning_hetero.strategies.rank_means import RankMeans
 from lightning_hetero.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,7 +62,16 @@ class Verifier:
     :meth:`batch_ended` surround each training step; :meth:`check` follows each optimizer step.
     Training is not changed.
 
-    A device with memory of its own has room for :func:`reference_bytes`.
+    A device with memory of its own has room for :func:`reference_bytes`. Ranks that share a model
+    have a reference each, of the whole, which knows the gradients of all of them. They call all
+    methods together, where they read weights and state together.
+
+    Args:
+        module: The model.
+        steps: How many steps are repeated.
+        device: The device that computes, if it is a real one.
+        collectives: Those of the ranks that share the model.
+        outside: The ``id``s of parameters that are used outside repeated blocks.
 
     Raises:
         ConfigError: The device's kernels may be nondeterministic.
@@ -67,7 +79,10 @@ class Verifier:
         OutOfMemoryBudgetError: The host has no memory for the reference. Says how much it needs.
     """
 
-    def __init__(self, module: pl.LightningModule, steps: int, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self, module: pl.LightningModule, steps: int, *, device: torch.device | None = None,
+        collectives: Collectives | None = None, outside: Collection[int] = (),
+    ) -> None:  # fmt: skip
         if not module.automatic_optimization:
             raise UnsupportedError(
                 "verify=N replays steps of automatic optimization, and optimization is manual. Leave verify out."
@@ -79,6 +94,7 @@ class Verifier:
                 f"Trainer(deterministic=True), or leave verify out."
             )
         self.steps_left = steps
+        self._means = None if collectives is None else RankMeans(collectives, lambda twin: self._originals[id(twin)] in outside)
         self._on_cpu: Collection[int] = ()
         self._originals: dict[int, int] = {}  # id of a parameter of the reference -> id of the original
         self._step = 0
@@ -98,7 +114,8 @@ class Verifier:
                 f"be copied (open files, locks, iterators), or leave verify out."
             ) from error
         if not self._has_device:
-            _check_memory(reference_bytes(self._copy), "a reference of the model")
+            copies = 1 if collectives is None else collectives.shards
+            _check_memory(copies * reference_bytes(self._copy), "a reference of the model" + " on each rank" * (copies > 1))
 
     def batch_begins(
         self,
@@ -198,7 +215,10 @@ class Verifier:
         module, scaler = self._copy, self._scaler
         self._copy_options(optimizer, twin)
         module.optimizer_zero_grad(trainer.current_epoch, self._batches[0].number, twin)
-        for batch, ours in zip(self._batches, self._losses, strict=True):
+        means, params = self._means, list(module.parameters())
+        for number, (batch, ours) in enumerate(zip(self._batches, self._losses, strict=True), 1):
+            if means is not None:
+                means.share(module.buffers())
             set_random_state(batch.random)
             with precision.train_step_context():
                 loss = _loss(module.training_step(*batch.args, **batch.kwargs))
@@ -206,13 +226,16 @@ class Verifier:
                 self._same("the loss", ours, loss.detach())
                 loss = loss / trainer.accumulate_grad_batches
                 torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+            if means is not None:
+                means.backward_ended(params, ends_step=number == len(self._batches))
             module.on_after_backward()
         if scaler is not None:
             scaler.unscale_(twin)
         module.on_before_optimizer_step(twin)
-        module.configure_gradient_clipping(
-            twin, gradient_clip_val=trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
-        )
+        with nullcontext() if means is None else means.clipping(precision):
+            module.configure_gradient_clipping(
+                twin, gradient_clip_val=trainer.gradient_clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm
+            )
         if scaler is None:
             twin.step()
         else:

@@ -44,6 +44,11 @@ def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
     run(tmp_path, *scenarios, script=MANNERS)
 
 
+def test_steps_of_two_ranks_are_verified(tmp_path: Path) -> None:
+    run(tmp_path, "is_verified", script=MANNERS)
+    run(tmp_path, "finds_what_differs", script=MANNERS)
+
+
 def run(folder: Path, *scenarios: str, world: int = 2, script: Path = SCRIPT) -> None:
     """Runs scenarios of the script on as many ranks."""
     outputs = ranks.start(script, folder, *scenarios, cwd=folder, world=world)

@@ -5,6 +5,8 @@ See ``tests/integration/test_shared_options.py``. What Lightning's own DDP does 
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError, VerificationError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.shared_model import DATA, RANK, Model, batches, model, reference, run_scenarios, same, trainer
 
@@ -178,6 +180,45 @@ def saves_after_errors(out: Path) -> None:
                 assert saved["global_step"] == 2
                 assert all(torch.equal(saved["state_dict"][key], value) for key, value in wanted.items() if key != "offset"), name
     assert not (out / "one").exists() or not list((out / "one").iterdir())
+
+
+def is_verified(out: Path) -> None:
+    """The reference of each rank knows the gradients of all, and the rules by which they add up."""
+    said = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda row: said.append(row.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_hetero.strategies.verification").addHandler(handler)
+    sgd, half = {"optimizer": torch.optim.SGD, "momentum": 0.9}, {"precision": "bf16-true"}
+    for kind, accumulate, clip, plan, options, flags in [
+        ("rare tied", 2, 0.3, "host", {}, {}), ("skips", 1, None, "disk", {}, {}), ("counts", 1, 0.3, "host", {}, half),
+        ("frozen", 2, None, "host", sgd, {}),
+    ]:  # fmt: skip
+        shared = model(kind, seed=5 + RANK, **options)
+        strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, verify=2)
+        run = trainer(out, strategy, accumulate_grad_batches=accumulate, gradient_clip_val=clip, **flags)
+        said.clear()
+        run.fit(shared, batches())
+        assert RANK or any("of 2 steps are bitwise those of the reference" in line for line in said)  # the first one tells
+        if not flags:
+            same(shared, reference(kind, accumulate, clip, **options))
+
+
+class _Spoils(pl.Callback):
+    """Changes one rank's slice of the weights of a layer."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        with trainer.strategy.materialize(module), torch.no_grad():
+            for param in module.layers[1].parameters():
+                param.mul_(1 + 1e-3 * RANK)
+
+
+def finds_what_differs(out: Path) -> None:
+    """What a callback changes on one rank differs from the reference of all."""
+    strategy = HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1, verify=2)
+    with pytest.raises(VerificationError, match="in step 2, the loss"):
+        trainer(out, strategy, callbacks=[_Spoils()]).fit(model(), batches())
+    print("ok", flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

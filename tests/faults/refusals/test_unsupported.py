@@ -31,7 +31,6 @@ class Other(Precision):
 @pytest.mark.parametrize(
     ("options", "flags", "words"),
     [
-        ({"verify": 2}, {}, ["verify=2", "Leave verify out"]),
         ({}, {"plugins": Other()}, ["precision='other'", "'bf16-mixed'"]),
         ({}, {"sync_batchnorm": True}, ["sync_batchnorm=True"]),
     ],
