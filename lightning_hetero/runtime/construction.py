@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero._native import kernels
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import METADATA
 from lightning_hetero.runtime.initialize import Content
@@ -70,6 +71,7 @@ class _Given(NamedTuple):
     values: Tensor | None  # ``None``: they are lost
     layout: tuple[torch.Size, tuple[int, ...]]  # shape and strides of the tensor that has them
     is_changed: bool = False  # lost, because others were computed from them
+    digest: tuple[torch.dtype, bytes] | None = None  # of values that are too many to keep, in their dtype
 
     @property
     def num_bytes(self) -> int:
@@ -143,6 +145,20 @@ class Construction:
         found = self._found(tensor)
         return None if found is None or found.layout != _layout(tensor) else found.values
 
+    def lost_as(self, tensor: Tensor, read: Callable[[Tensor], object]) -> bool:
+        """Whether the values of a tensor were too many to keep, and are those in files.
+
+        Args:
+            tensor: The tensor.
+            read: Reads those of the files into a tensor of any dtype.
+        """
+        found = self._found(tensor)
+        if found is None or found.digest is None:
+            return False
+        dtype, digest = found.digest
+        read(theirs := torch.empty(tensor.shape, dtype=dtype, device="cpu"))
+        return _digest(theirs) == (dtype, digest)
+
     def refuse_changes(self, root: nn.Module, files: Content | None) -> None:
         """Refuses parameters that code has changed on the meta device.
 
@@ -185,14 +201,18 @@ class Construction:
     def _found(self, tensor: Tensor) -> _Given | None:
         return self._given.get(tensor.untyped_storage()._cdata) if tensor.is_meta and self._given else None
 
-    def _give(self, tensor: Tensor, values: Tensor | None, *, is_changed: bool = False) -> None:
+    def _give(
+        self, tensor: Tensor, values: Tensor | None, *, is_changed: bool = False, digest: tuple[torch.dtype, bytes] | None = None
+    ) -> None:  # fmt: skip
         storage, layout = tensor.untyped_storage(), _layout(tensor)
         if (before := self._given.pop(storage._cdata, None)) is not None:
             self._given_bytes -= before.num_bytes
         own = None
         if values is not None and self._given_bytes + tensor.nbytes <= self._share_bytes:
             own = values.detach().to(tensor.dtype, copy=True).expand(tensor.shape)
-        self._given[storage._cdata] = given = _Given(storage, own, layout, is_changed)
+        elif values is not None:
+            digest = _digest(values.detach().to(tensor.dtype).expand(tensor.shape))
+        self._given[storage._cdata] = given = _Given(storage, own, layout, is_changed, digest)
         self._given_bytes += given.num_bytes
 
     def _made(self, param: nn.Parameter) -> None:
@@ -271,7 +291,7 @@ class Construction:
                 self._give(result, None, is_changed=True)
         elif (found := self._found(source)) is not None:
             kept = self.kept(source)
-            self._give(result, kept, is_changed=found.is_changed or kept is not found.values)
+            self._give(result, kept, is_changed=found.is_changed or kept is not found.values, digest=found.digest)
         elif _is_loaded(source):
             self._give(result, source)
         elif source.is_floating_point() and result.is_floating_point():
@@ -352,6 +372,11 @@ def _is_loaded(tensor: Tensor) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
     return tensor.shape, tensor.stride()
+
+
+def _digest(values: Tensor) -> tuple[torch.dtype, bytes]:
+    content = values.contiguous()
+    return content.dtype, kernels.digest(content.data_ptr(), content.nbytes)
 
 
 def _in_module() -> bool:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -238,8 +239,9 @@ def _take_given(root: nn.Module, files: Initializer, built: Construction) -> Non
     other ones of the modules that it trains as copies, and may have an embedding of its own.
     """
     for name, param in list(root.named_parameters()):
-        is_base = files.has(name) and not param.requires_grad
-        values = built.kept(param) if is_base else built.given(name, param)  # lost ones of the base are the files'
+        if files.has(name) and built.lost_as(param, partial(files.fill, name)):
+            continue
+        values = built.given(name, param)
         if values is not None and not (files.has(name) and _has_same(files, name, values)):
             replace_everywhere(root, param, values.contiguous())
     built.forget_given()

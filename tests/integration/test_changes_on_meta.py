@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.models import quiet_trainer
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -236,3 +236,21 @@ def test_prompts_of_which_a_part_would_begin_anew_are_refused(kind: str, directo
     build = lambda: prompts(on_meta(), tmp_path / "prompts", settings)  # noqa: E731
     with pytest.raises(ConfigError, match=why):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
+
+
+@LOST
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_base_that_is_too_large_to_keep_must_be_that_of_the_files(is_other: bool, directory: Path, tmp_path: Path) -> None:
+    """Their weights come in its place, so it is compared with them."""
+    state = in_memory(directory).state_dict()
+    state["lm_head.weight"][-1, -1] += float(is_other)
+
+    def build() -> Any:
+        base = on_meta()
+        base.load_state_dict(state)
+        return peft.get_peft_model(base.to(torch.bfloat16), config())
+
+    strategy = HeteroOffloadStrategy("disk", weights=directory, host_memory="20KiB")
+    refused = r"lm_head.*has lost the values" if is_other else "needs"
+    with pytest.raises(ConfigError if is_other else OutOfMemoryBudgetError, match=refused):
+        fit(build, strategy, tmp_path)
