@@ -50,8 +50,9 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
   Devices of one host read the slices of all ranks. So before a rank gives its slice of weights on
   disk back, all of them meet: ``RELEASE weights`` on ``net``.
 - ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
-  the record of the step before (``store.common_steps``), so STORE and MIRROR wait for it. One at
-  the verdict makes that the same on all ranks.
+  the record of the step before (``store.common_steps``), so MIRROR waits for it, and an UPDATE
+  that a STORE follows: the engine writes as it updates. One at the verdict makes that the same on
+  all ranks.
 
 [Note: Speculation]
 With clipping by norm or loss scaling, the final gradients are known only when

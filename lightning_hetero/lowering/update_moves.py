@@ -181,11 +181,12 @@ class UpdateMoves:
         if block not in self._opened and (placed.plan.state is Tier.DISK or placed.state_moves):
             self._open(block, after=behind)
         lane = Lane.COMPUTE if placed.plan.update is UpdateLane.DEVICE else Lane.CPU
-        stores = self._after_commit() if placed.stored else ((), ())
+        agreed, recorded = self._after_commit() if placed.stored else ((), ())
         carried = self._mirrored(block)
         behind += self._verdict
         if placed.slices_move:
             self._lift(block, behind)
+        behind += agreed if placed.on_cpu else ()  # the engine begins to write as it updates
         last = self._issue(OpKind.UPDATE, block, lane, Payload.STATE, shape.state_bytes, after=behind, carried=carried)
         self._updated[block] = last
         if placed.weights_return:
@@ -198,8 +199,7 @@ class UpdateMoves:
             with_state = placed.plan.state is Tier.DISK
             payload = Payload.STATE if with_state else Payload.WEIGHTS
             size = shape.weight_bytes + (shape.state_bytes if with_state else 0)
-            after, carried = stores
-            last = self._issue(OpKind.STORE, block, Lane.DISK_WRITE, payload, size, after=after, carried=carried)
+            last = self._issue(OpKind.STORE, block, Lane.DISK_WRITE, payload, size, after=agreed, carried=recorded)
             self._stores.append(last)
         if self._plan.update_order is UpdateOrder.NAIVE and placed.on_cpu:
             self._behind = (last,)

@@ -253,14 +253,12 @@ def test_malformed_schedules_are_caught(mutation: Callable[[Schedule], Schedule]
 
 def _without_agreement(schedule: Schedule) -> Schedule:
     """Each rank's writes wait for its own record alone."""
-    agreed = {op.id for op in schedule.ops if op.kind is OpKind.AGREE}
-    ops = [
-        replace(op, after=tuple(i for i in op.after if i not in agreed), carried=((OpKind.COMMIT, NO_BLOCK),))
-        if op.kind is OpKind.STORE
-        else op
-        for op in schedule.ops
-    ]
-    return replace(schedule, ops=tuple(ops))
+    agreed = next((op.id for op in schedule.ops if op.kind is OpKind.AGREE), None)
+    writes = (OpKind.UPDATE, OpKind.STORE)
+    ops = [replace(op, after=tuple(i for i in op.after if i != agreed or op.kind not in writes)) for op in schedule.ops]
+    return replace(
+        schedule, ops=tuple(replace(op, carried=((OpKind.COMMIT, NO_BLOCK),)) if op.kind is OpKind.STORE else op for op in ops)
+    )
 
 
 def _with_gathers_that_wait_for_nothing(schedule: Schedule) -> Schedule:

@@ -61,7 +61,8 @@ def check(
     are gathered before their use and released once, and gradients are reduced once, after the last
     backward and before the UPDATE. And:
 
-    - *commit*: STORE and MIRROR wait for an AGREE that follows the COMMIT of the step before.
+    - *commit*: STORE, its UPDATE, and MIRROR wait for an AGREE that follows the COMMIT of the step
+      before.
     - *collectives*: Where updates wait for all gradients, an AGREE makes the verdict one. Across
       ranks: :func:`same_order`.
 

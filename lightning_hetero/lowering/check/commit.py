@@ -8,12 +8,14 @@ from lightning_hetero.lowering.check.history import History
 
 
 def store(h: History, op: Op, _: Anchor) -> None:
-    """What an update has made goes to the disk."""
-    previous = h.last.get((op.block, Chain.HOST))
-    if not h.placed[op.block].stored or previous is None or previous.kind is not OpKind.UPDATE:
+    """What an update has made goes to the disk. One on the CPU begins to write as it updates."""
+    placed, previous = h.placed[op.block], h.last.get((op.block, Chain.HOST))
+    if not placed.stored or previous is None or previous.kind is not OpKind.UPDATE:
         h.fail("order", op, op.block, "does not follow the UPDATE of a block with a file")
-    if not _follows_record(h, op):
-        h.fail("commit", op, op.block, "does not wait for the COMMIT of the step before")
+    writes = [op, *([previous] if placed.on_cpu and previous is not None and h.ranks > 1 else [])]
+    for one in writes:
+        if not _follows_record(h, one):
+            h.fail("commit", one, one.block, "does not wait for the COMMIT of the step before")
 
 
 def _follows_record(h: History, op: Op) -> bool:
