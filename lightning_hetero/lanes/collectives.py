@@ -52,7 +52,7 @@ from lightning_hetero.lanes.network import EmulatedNetwork
 
 _Value = TypeVar("_Value")
 
-_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE", "READ")
+_WHAT = ("GATHER", "REDUCE", "AGREE", "BROADCAST", "CHECKPOINT", "SHARE", "MATERIALIZE", "RELEASE", "READ", "CHANGE")
 _FLAGS = 3
 _AHEAD = 8  # ops for which ranks meet at once, at most
 _PIECE_ELEMENTS = 1 << 16  # whose sum is in memory in float64 at a time: 512 KiB

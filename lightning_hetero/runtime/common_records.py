@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.store.common_steps import Membership
 
@@ -36,6 +37,11 @@ class CommonRecords:
         self._collectives.settle()
         if not self._holds(number):
             self._exchange(number)
+
+    def any(self, found: bool) -> bool:
+        """Whether any rank has found something. All of them call it."""
+        (some,) = self._collectives.meet("CHANGE", NO_BLOCK, found)
+        return some
 
     def agree(self, meeting: Callable[[], object], number: int, record: Ticket | None) -> None:
         """AGREE, in the thread of its lane.

@@ -155,25 +155,38 @@ class Slices:
         """
         parts = [part for block in blocks for part in block.parts]
         arenas = [(part, part.arena) for part in parts if isinstance(part.arena, SharedArena) and part.arena.is_shared]
+        before = [versions(part) for part, _ in arenas]
         for _, arena in arenas:
             arena.keep_apart()
         try:
             yield
         finally:
             if arenas:
-                for part, _ in arenas:
-                    find_moved(part)
-                    bring_back(part)
-                    part.versions = versions(part)
-                changed = any(arena.was_changed(*_own_range(part)) for part, arena in arenas)
-                (any_changed,) = self.collectives.meet("MATERIALIZE", NO_BLOCK, changed)
-                for part, arena in arenas:
-                    if any_changed:
-                        begin, size = _own_range(part)
-                        self.collectives.like_first_node(_bytes(part)[begin : begin + size])
-                        arena.write_back(begin, size)
-                    arena.share()
-                    part.is_whole &= not any_changed
+                self._end_apart(arenas, before)
+
+    def _end_apart(self, arenas: Sequence[tuple[Part, SharedArena]], before: Sequence[int]) -> None:
+        """All ranks see what any of them has changed in its slice.
+
+        Whether a part that is written once has changed, all of them say alike, also if one rank
+        alone has written to it.
+        """
+        for part, _ in arenas:
+            find_moved(part)
+            bring_back(part)
+        own = [arena.was_changed(*part.slice_range) for part, arena in arenas]
+        (any_changed,) = self.collectives.meet("MATERIALIZE", NO_BLOCK, any(own))
+        rows = self.collectives.agree(own) if any_changed else [own]
+        for (part, arena), version, *some in zip(arenas, before, *rows, strict=True):
+            changed = any(some)
+            if changed:
+                begin, size = part.slice_range
+                self.collectives.like_first_node(_bytes(part)[begin : begin + size])
+                arena.write_back(begin, size)
+                part.is_whole, part.dirty = False, part.dirty or part.block.weights_on_disk
+            if part.slots == 1:
+                part.num_moves += version + changed - versions(part)
+            arena.share()
+            part.versions = versions(part)
 
 
 def shared_file(collectives: Collectives) -> SharedFile | None:
@@ -231,15 +244,9 @@ def slices_of(
     return Slices(options.collectives, side, is_shared=file is not None, poison=options.poison)
 
 
-def _own_range(part: Part) -> tuple[int, int]:
-    """The rank's slice in the part's memory: the first byte, and how many."""
-    size = part.slice_elements * part.dtype.itemsize
-    return part.own.rank * size, size
-
-
 def _other_ranges(part: Part) -> list[tuple[int, int]]:
     """What is before and behind it."""
-    begin, size = _own_range(part)
+    begin, size = part.slice_range
     return [(0, begin), (begin + size, (part.own.ranks - part.own.rank - 1) * size)]
 
 

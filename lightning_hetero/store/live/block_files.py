@@ -26,6 +26,9 @@ class OtherRanks(Protocol):
     def settle(self, number: int) -> None:
         """Returns once all ranks have a record, which this one has. All of them call it."""
 
+    def any(self, found: bool) -> bool:
+        """Whether any rank has found something. All of them call it."""
+
     def agree(self, meeting: Callable[[], object], number: int, record: Ticket | None) -> None:
         """The same as an op, once they have met, with the record if it may not be on the disk."""
 
@@ -274,6 +277,10 @@ class BlockFiles:
         """
         if self.others is not None:
             self.wait_for_commit()
+
+    def on_any_rank(self, found: bool) -> bool:
+        """Whether this process has found something, or one of the other ranks."""
+        return found if self.others is None else self.others.any(found)
 
     def _close_replaced(self) -> None:
         """The files of all parts are going: closes the parts that no record names any more."""

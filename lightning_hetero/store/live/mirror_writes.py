@@ -60,7 +60,8 @@ def write_mirrors(store: TierStore, part: Part, *, after: Sequence[Ticket] = ())
             address, num_bytes = mirrors.spans(part)[kind]
             for ticket in after:
                 ticket.wait()
-            if not differs(store.engine, mirror.native, bytes_at(part.arena, address, num_bytes)):
+            found = differs(store.engine, mirror.native, bytes_at(part.arena, address, num_bytes))
+            if not store.files.on_any_rank(found):
                 continue
             mirror.native, part.in_place = with_two_slots(store.files, mirror.native, address), None
             part.slots = mirror.native.geometry.num_slots

@@ -6,7 +6,8 @@ The same holds for its mirror. A commit record names that slot, so it may not be
 Before a change reaches the disk, the part moves to a new number with two slots. The old files go
 when a record names the new ones: a process that dies in between goes back to them. A change that
 changes no byte (a checkpoint is loaded that has the same frozen weights) moves nothing. Weights
-that are read in place ([Note: In place] in ``store/format/in_place.py``) move likewise.
+that are read in place ([Note: In place] in ``store/format/in_place.py``) move likewise. If the
+slice of one rank changes, all ranks move theirs, because they write records together.
 """
 
 from __future__ import annotations

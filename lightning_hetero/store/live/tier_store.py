@@ -214,6 +214,8 @@ class TierStore:
         """
         if not part.dirty and not part.patches:
             return
+        if part.on_disk:
+            self.files.before_write()  # all ranks wait, also one whose slice is as it was
         if self._is_unchanged(part):
             self._forget_changes(part)
             return
@@ -243,8 +245,8 @@ class TierStore:
             return False
         unit = part.dtype.itemsize
         changes = [(offset * unit, value) for offset, value in part.patches]
-        changes += bytes_at(part.holder, part.address, native.geometry.num_elements) if part.dirty else []
-        return not differs(self.engine, native, changes)
+        changes += bytes_at(part.holder, part.slice_address, native.geometry.num_elements) if part.dirty else []
+        return not self.files.on_any_rank(differs(self.engine, native, changes))
 
     def _forget_changes(self, part: Part) -> None:
         patches, part.patches, part.dirty = part.patches, [], False
@@ -466,7 +468,7 @@ class TierStore:
         if not part.on_disk or not is_written_once(self.files, old):
             return
         self.barrier(part)
-        new = with_two_slots(self.files, old, part.address)
+        new = with_two_slots(self.files, old, part.slice_address)
         if not whole:  # the block is not in memory, so its memory is free
             read = self.engine.fetch(old)
             self.engine.store(new, [], weights_from_memory=True, step=0, priority=-1, after=[read])
