@@ -115,10 +115,11 @@ class ModelSetup:
             was_cut |= bool(found)
         return was_cut
 
-    def find_in_place(self) -> None:
+    def find_in_place(self) -> Collection[SourceFile]:
         """Finds the frozen parts that files have as they are: these are not copied to the store.
 
-        Weights that are read after the setter of a module has run are copied.
+        Of several ranks each reads its slice of them. Weights that are read after the setter of a
+        module has run are copied. Returns the files of the whole parts.
         """
         if self._unset:
             self._initializer.read_buffers()
@@ -127,7 +128,7 @@ class ModelSetup:
         for block in self.blocks:
             first = block.name in self._unset and self._initializer.reads_first(block.rest or block, self._made_on_meta)
             for part in block.parts:
-                if part.slots > 1 or part.own.ranks > 1:  # ranks own slices
+                if part.slots > 1:
                     continue
                 if block.name not in self._unset:
                     part.copied = "they were in memory when training began"
@@ -141,7 +142,8 @@ class ModelSetup:
                 if not why:
                     rows = zip(part.offsets, found, part.params, strict=True)
                     width = part.dtype.itemsize
-                    part.in_place = in_place({offset * width: (place, p.nbytes) for offset, place, p in rows}, known)
+                    whole = in_place({offset * width: (place, p.nbytes) for offset, place, p in rows}, known)
+                    part.in_place = whole.cut(*part.slice_range)
                 else:
                     part.copied = why
                 if why and (found or has_all):
@@ -151,6 +153,7 @@ class ModelSetup:
             log.info("%s of frozen weights are read in place, from %s.", format_bytes(size), ", ".join(sorted(known)))
         for why, num_bytes in copied.items():
             log.info("%s of frozen weights are copied to one slot, or kept in memory: %s.", format_bytes(num_bytes), why)
+        return known.values()
 
     def adopt_places(self, places: Sequence[InPlace | None]) -> None:
         """A store is resumed: its last record says which weights are read in place."""

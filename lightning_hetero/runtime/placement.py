@@ -119,7 +119,7 @@ class Placer:
                 state_bytes=sum(p.slice_elements * _state_bytes(p, self.owners) for p in block.parts),
                 pinned=block.spec.pinned,
                 in_memory=any(self.owners[id(p)].capability is Rule.WHOLE for p in trainable),
-                in_place_bytes=sum(p.weight_bytes for p in block.parts if p.in_place is not None),
+                in_place_bytes=sum(p.weight_bytes // p.own.ranks for p in block.parts if p.in_place is not None),
                 copied="; ".join(dict.fromkeys(p.copied for p in block.parts if p.copied and p.slots == 1 and p.in_place is None)),
             )
             if (seen := known.get(block.name)) is not None:

@@ -1,14 +1,16 @@
-"""Ranks that share a model change the plan together, to the same one."""
+"""Ranks that share a model have the same plan, which they change together, and the same files."""
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes.collectives import Collectives
+from lightning_hetero.store.format.in_place import SourceFile
 
 _KNOBS = ("prefetch_depth", "gradient_depth", "update_order", "priority", "micro_batches", "device_cache_bytes", "host_cache_bytes")
 
@@ -58,3 +60,25 @@ def check_same_plan(collectives: Collectives | None, plan: Plan) -> None:
                 f"rank {collectives.rank} of {collectives.ranks}: the ranks have other plans. Of {what} this rank has {mine!r}, "
                 f"and rank {others[0]} something else. Pass the same plan on all ranks."
             )
+
+
+def check_same_files(collectives: Collectives | None, files: Collection[SourceFile]) -> None:
+    """Refuses files with frozen weights that are not the same on all ranks, such as those of nodes.
+
+    Args:
+        collectives: Those of the ranks; ``None``: there is one.
+        files: Those that this rank reads in place; other ranks may have them at another path.
+
+    Raises:
+        ConfigError: Names a rank with other ones.
+    """
+    if collectives is None:
+        return
+    rows = collectives.agree([zlib.crc32(repr(sorted((file.num_bytes, file.digest) for file in files)).encode())])
+    others = [rank for rank, row in enumerate(rows) if row != rows[collectives.rank]]
+    if others:
+        where = ", ".join(sorted({repr(os.path.dirname(file.path)) for file in files})) or "nowhere"
+        raise ConfigError(
+            f"rank {collectives.rank} of {collectives.ranks} reads frozen weights in place from {where}, and rank {others[0]} "
+            f"finds other files with other weights. Give all nodes the same files."
+        )

@@ -41,14 +41,14 @@ from lightning_hetero.runtime.parked import ParkedAnchors
 from lightning_hetero.runtime.placement import Placement, check_owners, native_state, set_slots
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.runtime.recorder import Recorder
-from lightning_hetero.runtime.same_plan import all_or_none, check_same_plan
+from lightning_hetero.runtime.same_plan import all_or_none, check_same_files, check_same_plan
 from lightning_hetero.runtime.session_copies import Copies
 from lightning_hetero.runtime.slices import slices_of, with_same_rooms
 from lightning_hetero.runtime.updates import Updater
 from lightning_hetero.store.capacity import peak_resident_bytes
 from lightning_hetero.store.format.in_place import InPlace
 from lightning_hetero.store.format.state_files import StateFiles
-from lightning_hetero.store.live.blocks import keep_apart
+from lightning_hetero.store.live.blocks import keep_apart, parts_of
 from lightning_hetero.store.live.loans import Loans
 from lightning_hetero.store.live.moved_weights import bring_back_all
 from lightning_hetero.store.live.spread_step import SpreadStep
@@ -150,9 +150,9 @@ class Session(Copies):
             parked.stop()
         if parked is None or self._fits:
             set_slots(self.blocks, owners_of(self.bindings))
-            self._setup.find_in_place()
-        if resume:
-            self._setup.adopt_places(in_place)
+            check_same_files(self.options.collectives, self._setup.find_in_place())
+        if resume or source is not None:
+            self._setup.adopt_places(in_place if source is None else source.places(parts_of(self.blocks)))
         placer = self._placer()
         if parked is not None and not self._fits:
             in_force = parked.plan

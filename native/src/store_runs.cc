@@ -40,8 +40,8 @@ Status Runs::Open(const Layout& layout, const hetero_run_file* files, int32_t nu
   const hetero_block_geometry& g = layout.geometry();
   if (g.weight_dtype != HETERO_U8 || g.num_slots != 1 || !layout.weights_in_file())
     return Fail(HETERO_EINVAL, "block %d: weights that are read in place are U8, on disk, with 1 slot", g.id);
-  if (num_files <= 0 || files == nullptr || num_runs <= 0 || runs == nullptr)
-    return Fail(HETERO_EINVAL, "block %d: num_files is %d and num_runs %d; allowed: at least one of each", g.id, num_files,
+  if (num_files < 0 || num_runs < 0 || (num_files > 0 && files == nullptr) || (num_runs > 0 && runs == nullptr))
+    return Fail(HETERO_EINVAL, "block %d: num_files is %d and num_runs %d; allowed: as many as are passed", g.id, num_files,
                 num_runs);
   std::unique_ptr<Runs> found(new Runs);
   const std::vector<hetero_run> wanted(runs, runs + num_runs);

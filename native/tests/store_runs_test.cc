@@ -253,6 +253,22 @@ TEST(a_block_that_is_read_in_place_is_never_written) {
   CHECK(source.HoldsInMemory());
 }
 
+TEST(a_block_without_runs_is_zeros) {
+  Source source;
+  source.geometry = fixture::Geometry(7, HETERO_U8, 3 * 4096 + 16, true, false);
+  source.expected.assign(static_cast<size_t>(source.geometry.num_elements), 0);
+  REQUIRE(source.Open(1));
+  source.Start(HETERO_IO_POOL);
+  std::fill_n(source.weights, source.expected.size(), static_cast<uint8_t>(0xee));
+  CHECK_EQ(source.Fetch(), 0);
+  CHECK(source.HoldsInMemory());
+  uint8_t byte = 1;
+  const hetero_patch patch{4096, 1, &byte, -1};
+  const hetero_task task{};
+  CHECK_EQ(source.run.Complete(hetero_submit_read(source.run.engine, source.block, &patch, 1, &task)), 0);
+  CHECK_EQ(byte, 0);
+}
+
 TEST(a_file_that_has_changed_is_refused_by_name) {
   Source source;
   Small(&source, 2);
@@ -300,11 +316,22 @@ TEST(bad_arguments_of_runs_are_named) {
   fault("leaves the block", [](Source* s) { s->runs.back().bytes = INT64_MAX; });
   fault("path", [](Source* s) { s->files[0].path = "file-0"; });
   fault("path", [](Source* s) { s->files[0].path = nullptr; });
-  fault("at least one", [](Source* s) { s->runs.clear(); });
-  fault("at least one", [](Source* s) { s->files.clear(); });
+  fault("runs[0]", [](Source* s) { s->files.clear(); });
   fault("1 slot", [](Source* s) { s->geometry.num_slots = 2; });
   fault("1 slot", [](Source* s) { s->geometry.weight_dtype = HETERO_F32; });
   fault("1 slot", [](Source* s) { s->geometry.weights_on_disk_file = 0; });
   CHECK(hetero_block_open_runs(nullptr, nullptr, nullptr, 0, nullptr, 0, 0) == nullptr);
+  Source source;
+  Small(&source, 9);
+  REQUIRE(source.Open(1));
+  const auto refused = [&source](int32_t num_files, int32_t num_runs) {
+    const hetero_block* block =
+        hetero_block_open_runs(&source.geometry, source.weights, nullptr, num_files, nullptr, num_runs, 0);
+    return block == nullptr && strstr(hetero_last_error(), "as many as are passed") != nullptr;
+  };
+  CHECK(refused(1, 0));
+  CHECK(refused(0, 1));
+  CHECK(refused(-1, 0));
+  CHECK(refused(0, -1));
   CHECK_EQ(hetero_engine_bytes_beyond(nullptr), HETERO_EINVAL);
 }

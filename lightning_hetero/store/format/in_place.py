@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -116,7 +116,8 @@ class InPlace:
 
     Attributes:
         files: The files.
-        runs: What of them it is, in the order of the part's memory.
+        runs: What of them it is, in the order of the part's memory. A slice that is padding alone
+            has none.
     """
 
     files: tuple[SourceFile, ...]
@@ -136,6 +137,15 @@ class InPlace:
         """
         for file in self.files:
             file.check()
+
+    def cut(self, first: int, num_bytes: int) -> InPlace:
+        """The same for a run of the part's bytes, such as the slice of a rank."""
+        found = []
+        for run in self.runs:
+            begin, end = max(first, run.offset), min(first + num_bytes, run.offset + run.num_bytes)
+            if begin < end:
+                found.append(SourceRun(begin - first, run.file, run.start + begin - run.offset, end - begin))
+        return joined([(0, InPlace(self.files, tuple(found)))])
 
     def read(self, first: int, out: torch.Tensor) -> None:
         """Reads bytes of the part from ``first`` on into a flat CPU tensor of bytes.
@@ -174,9 +184,18 @@ def parse(row: Any) -> InPlace:
         if run.start + run.num_bytes > files[run.file].num_bytes:
             raise ValueError("a run that leaves its file")
         end = run.offset + run.num_bytes
-    if not runs:
-        raise ValueError("no run")
     return InPlace(files, runs)
+
+
+def joined(pieces: Iterable[tuple[int, InPlace]]) -> InPlace:
+    """Puts pieces of a part together, each behind its first byte there, without files unused."""
+    numbers: dict[SourceFile, int] = {}
+    runs = [
+        SourceRun(first + run.offset, numbers.setdefault(piece.files[run.file], len(numbers)), run.start, run.num_bytes)
+        for first, piece in pieces
+        for run in piece.runs
+    ]
+    return InPlace(tuple(numbers), tuple(runs))
 
 
 def in_place(places: Mapping[int, tuple[TensorPlace, int]], known: dict[str, SourceFile]) -> InPlace:

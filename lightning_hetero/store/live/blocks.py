@@ -216,9 +216,15 @@ class Part:
         return self.num_elements // self.own.ranks
 
     @property
+    def slice_range(self) -> tuple[int, int]:
+        """Where they are among the bytes of the part: the first one, and how many."""
+        size = self.slice_elements * self.dtype.itemsize
+        return self.own.rank * size, size
+
+    @property
     def slice_address(self) -> int:
-        """Where they begin in the reserved memory."""
-        return self.arena.address + self.own.rank * self.slice_elements * self.dtype.itemsize
+        """Where they lie in host memory now, or come to."""
+        return self.address + self.slice_range[0]
 
     @property
     def slice_bytes(self) -> int:

@@ -23,7 +23,7 @@ def open_native(store: TierStore, part: Part, geometry: PartGeometry) -> None:
 def new_native(store: TierStore, part: Part, geometry: PartGeometry) -> NativePart:
     """A native part for the part, beside the one that it may have."""
     if part.in_place is not None and geometry.num_slots == 1:
-        return store.files.open_in_place(replace(geometry, id=0), part.arena.address, part.in_place)
+        return store.files.open_in_place(replace(geometry, id=0), part.slice_address, part.in_place)
     return store.files.open_part(geometry, part.slice_address)
 
 

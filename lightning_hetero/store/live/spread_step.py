@@ -16,12 +16,13 @@ from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.ir.shards import Shards, SliceCopy, copies
 from lightning_hetero.store.common_steps import CommonStep
+from lightning_hetero.store.format.in_place import InPlace, joined
 from lightning_hetero.store.format.manifest import layout_of
 from lightning_hetero.store.format.sets import Stores, remove
 from lightning_hetero.store.format.snapshots import copy
 from lightning_hetero.store.format.stored_parts import WEIGHTS, StoredPart, record_of, stored_parts
 from lightning_hetero.store.live.blocks import Part
-from lightning_hetero.store.live.geometry import weights_on_file
+from lightning_hetero.store.live.geometry import own_versions, weights_on_file
 from lightning_hetero.store.live.native_parts import open_native
 from lightning_hetero.store.live.tier_store import TierStore
 from lightning_hetero.store.raw_memory import own_memory
@@ -59,6 +60,24 @@ class SpreadStep:
                 f"devices cannot go on from it. Resume with {step.ranks}, or go on from a checkpoint."
             )
 
+    def places(self, parts: Sequence[Part]) -> list[InPlace | None]:
+        """Where files of somebody else have this rank's slice of each part; ``None``: they do not.
+
+        The stores of the step say so of all slices of the part, or it is copied from there.
+        """
+        return [self._place(part, source) for part, source in zip(parts, self._parts, strict=False)]  # see KeptSteps.begin
+
+    def _place(self, part: Part, source: StoredPart) -> InPlace | None:
+        found = [piece.entry.in_place for piece in source.slices]
+        known = [place for place in found if place is not None]
+        if len(known) < len(found):
+            return None
+        width = part.dtype.itemsize
+        return joined(
+            (move.target_offset * width, known[move.source].cut(move.source_offset * width, move.num_elements * width))
+            for move in _moves(part, source)
+        )
+
     def bring(self, store: TierStore, part: Part, number: int, geometry: PartGeometry | None) -> None:
         """Opens the part with this rank's slice of weights and state.
 
@@ -69,17 +88,20 @@ class SpreadStep:
             geometry: Where the engine has it; ``None``: in memory, without state.
         """
         source = self._parts[number]
-        lengths = tuple(layout.numel for layout in part.layouts)
-        target = Shards(ranks=part.own.ranks, slice_elements=part.slice_elements, offsets=tuple(part.offsets), lengths=lengths)
-        moves = list(_joined(copy for copy in copies(source.shards, target) if copy.target == part.own.rank))
+        moves = _moves(part, source)
         begin = part.own.rank * part.slice_elements
         for move in moves:
             first = begin + move.target_offset
             source.slices[move.source].read(WEIGHTS, move.source_offset, part.run[first : first + move.num_elements])
         part.is_whole = part.own.ranks == 1
+        if part.in_place is not None:
+            part.mirrored_versions = own_versions(part)
         if geometry is None:
             return
         open_native(store, part, replace(geometry, id=store.files.free_id(geometry.id)))
+        if part.in_place is not None:
+            part.dirty = False
+            return
         if not source.slices[0].entry.stepped:
             store.flush(part)
             return
@@ -102,6 +124,13 @@ class SpreadStep:
         self._stores.close()
         for place in self._places if removes else ():
             remove(place, self._stores.root)
+
+
+def _moves(part: Part, source: StoredPart) -> list[SliceCopy]:
+    """What comes to this rank's slice of a part."""
+    lengths = tuple(layout.numel for layout in part.layouts)
+    target = Shards(ranks=part.own.ranks, slice_elements=part.slice_elements, offsets=tuple(part.offsets), lengths=lengths)
+    return list(_joined(copy for copy in copies(source.shards, target) if copy.target == part.own.rank))
 
 
 def _joined(moves: Iterator[SliceCopy]) -> Iterator[SliceCopy]:

@@ -158,7 +158,7 @@ typedef struct hetero_run_file {
   int64_t mtime_ns;
 } hetero_run_file;
 // Bytes [file_offset, file_offset + bytes) of a file appear at byte `offset` of the block. Sorted by offset, disjoint. Bytes of
-// the block in no run are zero.
+// the block in no run are zero: all of them if there is none, as in a slice that is padding alone.
 typedef struct hetero_run {
   int64_t offset;
   int64_t file_offset;
