@@ -198,7 +198,8 @@ class FitPlanning:
 
         If an optimizer runs its own code on a device, only of activations. What one trains that
         runs whole, or by its own code on slices, cannot be on disk. Planners do not know that, so
-        they plan without the disk. If that does not fit a process alone, everything else is there.
+        they plan without the disk, and on slices without updates on devices. If that does not fit a
+        process alone, everything else is there.
         """
         try:
             return self._searched(room, planner)
@@ -211,8 +212,10 @@ class FitPlanning:
     def _searched(self, room: HardwareProfile, planner: str) -> Plan:
         capabilities = {binding.capability for binding in self.session.bindings}
         diskless = replace(room, disk_capacity_bytes=0, disk_read_bytes_per_s=0.0, disk_write_bytes_per_s=0.0)
-        in_memory = Rule.WHOLE in capabilities or (room.ranks > 1 and not capabilities <= {Rule.NATIVE})
-        if room.shared_memory and in_memory:
+        on_slices = room.ranks > 1 and not capabilities <= {Rule.NATIVE}
+        if on_slices and not room.shared_memory:
+            diskless = replace(diskless, device_update_params_per_s=0.0)
+        if on_slices or (room.shared_memory and Rule.WHOLE in capabilities):
             try:
                 return PLANNERS[planner](self.model, diskless, updates=self._updates)
             except PlanError:

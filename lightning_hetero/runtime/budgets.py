@@ -192,7 +192,7 @@ class Budgets:
         parts = [part for block in self.blocks for part in block.parts]
         moving = sum(part.weight_bytes for part in parts if not self.running.residency.is_on_host(part.block))
         kept = [part for part in parts if part.state_home is not None and part.block.plan.state is Tier.DEVICE]
-        moving += sum(4 * part.num_elements * part.require_native().geometry.num_state for part in kept)
+        moving += sum(4 * part.slice_elements * part.require_native().geometry.num_state for part in kept)
         if moving > self._room_for_copies():
             raise OutOfMemoryBudgetError(
                 f"measuring this machine's device needs its memory, and {format_bytes(moving)} of weights and optimizer state that "

@@ -30,10 +30,11 @@ from lightning_hetero.ir.schedule import Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lanes import Event
 from lightning_hetero.runtime.activations.autocast import is_followed
 from lightning_hetero.runtime.anchors import Inputs, Watcher
+from lightning_hetero.runtime.batch import Batch
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.early_changes import TOO_LATE
 from lightning_hetero.runtime.gradient_room import GradientRoom
-from lightning_hetero.runtime.handlers import Batch, Handlers, Key
+from lightning_hetero.runtime.handlers import Handlers, Key
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
 from lightning_hetero.runtime.residency.choice import residency_of
 from lightning_hetero.runtime.speculation import Speculation

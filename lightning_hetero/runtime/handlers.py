@@ -19,7 +19,7 @@ lane.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -30,6 +30,7 @@ from lightning_hetero.ir.plan import Tier, UpdateLane
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
+from lightning_hetero.runtime.batch import Batch
 from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.gradients_in_use import GradientsInUse
@@ -45,20 +46,6 @@ _READ_REDUCED = ((OpKind.UPDATE, Payload.STATE), (OpKind.SWAP_IN, Payload.GRADIE
 
 Key = tuple[OpKind, int]
 Run = Callable[[], Iterable[Ticket]]
-
-
-@dataclass(slots=True)
-class Batch:
-    """The batch under way."""
-
-    armed: OptimizerBinding | None = None  # the optimizer in whose ``step`` the batch ends, if it ends in one
-    in_backward: bool = False  # Lightning's own backward runs. It leaves the gradients of the step
-    probing: bool = False  # a device may be too small for the batch, so updates wait until the batch is over
-    waits: bool = False  # updates of this batch wait for the verdict, although its schedule runs them before
-    serial: bool = False  # compute waits for each op to end, to measure compute alone
-    # ``optimizer.step()`` commits. If the training loop's state belongs to a step, the end of the
-    # step commits instead.
-    commits: bool = True
 
 
 class Handlers:
@@ -158,7 +145,8 @@ class Handlers:
             lent = self.ends.get((OpKind.MIRROR, op.block))
             end = self._lanes.submit(replace(op, lane=Lane.CPU), run, () if lent is None else (lent,))
         else:
-            end = self._lanes.submit(op, run, (*after, self._mark(op.at)) if _follows_compute(op) else after)
+            placed = self._in_this_thread(op, after) if op.kind is OpKind.UPDATE and op.lane is Lane.CPU else op
+            end = self._lanes.submit(placed, run, (*after, self._mark(op.at)) if _follows_compute(op) else after)
             self._note(op, end, side)
         if self._trial is not None:
             trial, self._trial = self._trial, None
@@ -173,6 +161,15 @@ class Handlers:
             self._on_ranks.collectives.follow(end)
         self.ends[op.kind, op.block] = end
         return end
+
+    def _in_this_thread(self, op: Op, after: Sequence[Event]) -> Op:
+        """An optimizer's own code reads hyper-parameters as it runs: before its ``step`` ends."""
+        binding = self._updater.verdict or self._batch.armed
+        if binding is None or binding.rule is Rule.NATIVE:
+            return op
+        for event in after:
+            event.wait()
+        return replace(op, lane=Lane.COMPUTE)
 
     def wait_handed(self) -> None:
         """Waits until the engine has the MIRRORs and COMMITs so far."""

@@ -297,12 +297,6 @@ class Placer:
                     f"optimizer {blockwise.why_whole(other.optimizer)}. {self._ranks} ranks share the parameters of block "
                     f"{block.name!r}, and each updates some. Or use an optimizer of torch.optim."
                 )
-            if self._ranks > 1 and foreign and self.device_memory is not None:
-                raise UnsupportedError(
-                    f"optimizer {type(foreign[0].optimizer).__name__} updates block {block.name!r} by its own code, which "
-                    f"{self._ranks} ranks on devices of their own do not run yet. Allowed there: torch.optim.Adam and AdamW "
-                    f"without amsgrad, on weights of at most 32 bits. Or pass devices=1."
-                )
             if self._ranks > 1 and foreign and Tier.DISK in (placed.weights, placed.state):
                 raise UnsupportedError(
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {type(foreign[0].optimizer).__name__} "
@@ -315,8 +309,14 @@ class Placer:
                     f"{'' if self._in_place else ' without having the same memory (the log says why)'}. "
                     f'Allowed: {self.runs.text}, as in plan "host".'
                 )
+            if self._ranks > 1 and foreign and placed.update is UpdateLane.DEVICE:
+                raise UnsupportedError(
+                    f"plan {plan.name!r} has update='device' for block {block.name!r}, but optimizer "
+                    f'{type(foreign[0].optimizer).__name__} updates slices by its own code, on the CPU. Use plan="host", or '
+                    f"torch.optim.Adam or AdamW without amsgrad, on weights of at most 32 bits."
+                )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
-            if foreign and self.device_memory is not None and not there:
+            if self._ranks == 1 and foreign and self.device_memory is not None and not there:
                 name = type(foreign[0].optimizer).__name__
                 raise UnsupportedError(
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
@@ -350,7 +350,8 @@ class Placer:
     @property
     def _is_tied_to_device(self) -> bool:
         """Whether an optimizer runs by its own code on a device: all it uses must be there."""
-        return self.device_memory is not None and any(binding.capability is not Rule.NATIVE for binding in self._bindings)
+        foreign = any(binding.capability is not Rule.NATIVE for binding in self._bindings)
+        return self._ranks == 1 and self.device_memory is not None and foreign
 
     def _rule_of(self, binding: OptimizerBinding, plan: Plan) -> Rule:
         """Without a disk, an optimizer that the engine does not know runs whole."""

@@ -364,6 +364,8 @@ class Updater:
             part.is_whole = False
             slice_steps.step(optimizer, part, one.indices, grads, self.slices.reads)
             part.versions = versions(part)
+            if self.device is not None:
+                self.device.weights.outdate(part)
             return []
         self.blobs.load(part, optimizer)
         blockwise.step(optimizer, params)

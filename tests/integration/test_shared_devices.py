@@ -44,6 +44,16 @@ def test_devices_update_slices_with_masters_and_checkpoints_have_their_state(tmp
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 
 
+def test_optimizers_update_slices_beside_devices_by_their_own_code(tmp_path: Path) -> None:
+    scenarios = (
+        *("trains_16_bit_weights", "skips_steps_that_overflow", "updates_by_element", "updates_whole_parameters"),
+        *("has_several_optimizers", "has_64_bits", "plans_for_other_optimizers"),
+        *("streams", "updates_whole_parameters", "has_several_optimizers"),
+    )
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
 def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> None:
     scenarios = ("plans_alike", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
