@@ -85,7 +85,8 @@ def earlier_reduce(placed: Sequence[PlacedBlock], order: Sequence[int], depth: i
     """The REDUCE of an earlier step that a GRAD waits for, on devices that share a model.
 
     So whole gradients of at most ``depth`` blocks are on the host, and those of two micro-batches
-    do not meet there.
+    do not meet there. The earlier step may have had REDUCEs of all blocks, or not of pinned ones
+    (``placed_blocks.waits_for_step``), so this waits for the last ones of both.
 
     Args:
         placed: The blocks.
@@ -93,9 +94,10 @@ def earlier_reduce(placed: Sequence[PlacedBlock], order: Sequence[int], depth: i
         depth: The plan's ``gradient_depth``.
         number: The place of the GRAD among those of its step.
     """
-    blocks = [block for block in dict.fromkeys(order) if placed[block].through_host]
-    if number < min(depth, len(blocks)):
-        yield OpKind.REDUCE, blocks[min(depth, len(blocks)) - 1 - number]
+    every = [block for block in dict.fromkeys(order) if placed[block].through_host]
+    for blocks in (every, [block for block in every if not placed[block].shape.pinned]):
+        if number < min(depth, len(blocks)):
+            yield OpKind.REDUCE, blocks[min(depth, len(blocks)) - 1 - number]
 
 
 class Issue:

@@ -167,7 +167,7 @@ class UpdateMoves:
         (kind, lane), *rest = self._hops
         if rest:  # few gradients wait on the host whole
             after = (self._reduced[-depth],) if over is None and len(self._reduced) >= depth else after
-            carried = tuple(earlier_reduce(self._placed, self._signature.order, depth, len(self._grads)))
+            carried = tuple(dict.fromkeys(earlier_reduce(self._placed, self._signature.order, depth, len(self._grads))))
         left = self._issue(kind, block, lane, Payload.GRADIENTS, size, after=after, carried=carried)
         self._grads.append((left, block, over))
         for later, there in rest:

@@ -42,6 +42,17 @@ def test_batches_are_not_split_there() -> None:
         lowered(replace(plan_of(ON_HOST, ON_HOST), micro_batches=2))
 
 
+def test_gradients_of_two_batches_that_accumulate_do_not_meet_on_the_host() -> None:
+    """Those of a pinned block stay on each rank meanwhile, so no REDUCE of it stands for others."""
+    model = replace(SLICE, blocks=(SLICE.blocks[0], replace(SLICE.blocks[1], pinned=True)))
+    plan = plan_of(ON_HOST, replace(ON_HOST, weights=Tier.DEVICE))
+    room = DeviceRoom(capacity_bytes=160, ranks=2)
+    schedule = lower(plan, model, replace(STEP, updates=Updates.NONE), resident=frozenset(), capacity_bytes=80, device=room)
+    (grad,) = [op for op in schedule.ops if op.kind is OpKind.GRAD]
+    assert grad.block == 0
+    assert (OpKind.REDUCE, 0) in grad.carried
+
+
 def test_one_rank_has_no_collectives() -> None:
     kinds = {op.kind for op in lowered(plan_of(ON_DISK, BlockPlan(name="")), ranks=1, shared_memory=False).ops}
     assert not kinds & {OpKind.GATHER, OpKind.REDUCE, OpKind.AGREE}
