@@ -178,12 +178,14 @@ def _fastest(case: SmallCase, kinds: Sequence[Plan]) -> Fastest:
 
 
 def small_cases(
-    count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False, unified: bool = False, ranks: bool = False
-) -> Iterator[SmallCase]:
+    count: int, seed: int, *, most_plans: int = MOST_PLANS, zero_rates: bool = False, unified: bool = False, ranks: bool = False,
+    devices: bool = False,
+) -> Iterator[SmallCase]:  # fmt: skip
     """Models of 1 to 3 blocks, mostly large ones, on random machines, within a number of plans.
 
     With ``unified`` the device of each machine is in the host's memory. With ``ranks`` model and
-    machine are those of one of 2 to 4 ranks, which compute on the host's own CPU.
+    machine are those of one of 2 to 4 ranks, which compute on the host's own CPU, or with
+    ``devices`` on devices with memory of their own.
     """
     number = attempt = 0
     while number < count:
@@ -194,7 +196,7 @@ def small_cases(
         if unified:
             hardware = _in_one_memory(rng, hardware, model)
         if ranks:
-            model, hardware = _of_one_rank(rng, model, hardware)
+            model, hardware = _of_one_rank(rng, model, hardware, devices=devices)
         if zero_rates:
             hardware = replace(hardware, **dict.fromkeys(rng.sample(RATES, rng.randint(1, 2)), 0.0))
         if 2 * prod(len(rules(b, hardware)) for b in model.blocks) > most_plans:
@@ -230,7 +232,9 @@ def _model(rng: random.Random) -> ModelProfile:
     )  # fmt: skip
 
 
-def _of_one_rank(rng: random.Random, model: ModelProfile, hardware: HardwareProfile) -> tuple[ModelProfile, HardwareProfile]:
+def _of_one_rank(
+    rng: random.Random, model: ModelProfile, hardware: HardwareProfile, *, devices: bool
+) -> tuple[ModelProfile, HardwareProfile]:
     """One rank's slices, and its share of a machine that has about what ranks need beside them."""
     number, shapes = rng.randint(2, 4), model.shape().blocks
     weights, gradients = sum(b.weight_bytes for b in shapes), max(b.gradient_bytes for b in shapes)
@@ -239,9 +243,12 @@ def _of_one_rank(rng: random.Random, model: ModelProfile, hardware: HardwareProf
     host = int(rng.uniform(0.6, 1.4) * (own + weights + 3 * gradients + saved))
     share = replace(
         hardware, ranks=number, collective_bytes_per_s=10 ** rng.uniform(8.5, 10.5), meeting_s=10 ** rng.uniform(-5, -3),
-        gathers_in_place=rng.random() < 0.5, host_memory_bytes=host, shared_memory=True, device_memory_bytes=host,
-        link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0,
+        gathers_in_place=rng.random() < 0.5, host_memory_bytes=host,
     )  # fmt: skip
+    if not devices:
+        share = replace(
+            share, shared_memory=True, device_memory_bytes=host, link_h2d_bytes_per_s=0.0, link_d2h_bytes_per_s=0.0
+        )  # fmt: skip
     return model.slice_of(number), share
 
 

@@ -20,6 +20,8 @@ ONE_MEMORY = [*small_cases(25, 4, most_plans=1300, unified=True)][:: 1 if is_dee
 NO_RATE = [*small_cases(25, 2, most_plans=1300, zero_rates=True)][:: 1 if is_deep() else 3]
 RANKS = [*small_cases(25, 6, most_plans=1300, ranks=True)][:: 1 if is_deep() else 2]
 
+DEVICES = [*small_cases(24, 8, most_plans=1300, ranks=True, devices=True)][:: 1 if is_deep() else 6]
+
 # More simulations only add plans to choose from, so few of them are tried first by default.
 FEW = 150
 
@@ -61,5 +63,5 @@ def test_the_same_if_the_machine_has_no_rate_for_some_work() -> None:
 
 
 def test_the_same_for_ranks_that_share_a_model() -> None:
-    for case in RANKS:
+    for case in (*RANKS, *DEVICES):
         _check(case)
