@@ -30,7 +30,7 @@ from lightning_hetero.lanes import engine
 from lightning_hetero.lanes.collectives import Announced, Collectives
 from lightning_hetero.lanes.engine import EngineLanes
 from lightning_hetero.runtime.slice_gradients import SliceGradient, SliceGradients
-from lightning_hetero.runtime.slices import Slices, _other_ranges, _own_range
+from lightning_hetero.runtime.slices import Slices, _other_ranges
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.shared_memory import SharedArena
 from support.checked_streams import _checked_op, checking
@@ -62,7 +62,7 @@ class _Others:
         actor = self._reads.setdefault(block.index, Actor(f"other ranks that use block {block.index}"))
         actor.join(self.net.hand_on())
         for part in _shared(block):
-            self._use(actor, part, [_own_range(part)], "a forward or a backward", writes=False)
+            self._use(actor, part, [part.slice_range], "a forward or a backward", writes=False)
 
     def have_read(self, *blocks: Block | int) -> None:
         """They begin REDUCE, or GATHER once more."""
