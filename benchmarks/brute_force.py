@@ -84,6 +84,8 @@ def rules(block: BlockProfile, hardware: HardwareProfile) -> list[BlockPlan]:
             continue  # the CPU updates what is in host memory
         if hardware.ranks > 1 and hardware.shared_memory and (state is Tier.DEVICE or update is UpdateLane.DEVICE):
             continue  # such ranks update their slices on the CPU
+        if hardware.ranks > 1 and weights is Tier.DISK and not hardware.gathers_in_place:
+            continue  # whole weights of which ranks have copies stay in memory
         both = (weights, state) == (Tier.DEVICE, Tier.DEVICE)
         if not hardware.copies_weights and Tier.DEVICE in (weights, state) and not both:
             continue  # one memory, by another name

@@ -49,6 +49,9 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
   UPLOAD, and a REDUCE after each GRAD. ``RELEASE weights`` on ``h2d`` frees the device's memory.
   Devices of one host read the slices of all ranks. So before a rank gives its slice of weights on
   disk back, all of them meet: ``RELEASE weights`` on ``net``.
+- An ``UPDATE`` on such a device is of the rank's slice. ``SWAP_IN gradients`` on ``h2d`` brings the
+  slices of gradients and weights there after REDUCE, and ``SWAP_OUT weights`` on ``d2h`` takes the
+  new weights to the host, whatever their tier, from where all devices get them.
 - ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
   the record of the step before (``store.common_steps``), so MIRROR waits for it, and an UPDATE
   that a STORE follows: the engine writes as it updates. One at the verdict makes that the same on
