@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass, replace
@@ -110,6 +111,7 @@ class _Tells(pl.Callback):
 def _train(channel: Connection, rank: int, ranks: int, port: int, work: Fit) -> None:
     if ranks > 1:
         join_as(rank, ranks, port)
+    gc.collect()  # writes to pages that it shares with the server of processes, as it will while it trains
     channel.send(("model", pss_bytes(os.getpid())))
     copies = work.plan == "ddp"
     strategy: Any = work.plan
