@@ -159,9 +159,11 @@ def common_step(stores: Iterable[RankStore]) -> CommonStep | None:
     found = max(begun, key=lambda found: len(found) / next(iter(found.values())).ranks if found else 0.0)
     some = next(iter(found.values()))
     missing = ", ".join(str(rank) for rank in range(some.ranks) if rank not in found)
+    strange = [f"rank {s.rank} of {s.ranks}" for of_set in begun for s in of_set.values() if s.set_id != some.set_id]
+    stray = f" The stores of {', '.join(strange)} are those of other runs." if strange else ""
     raise ConfigError(
-        f"of a run on {some.ranks} ranks the stores of ranks {missing} are missing, or have no record. A step is divided among "
-        f"all of them. Mount the disks that have them, or go on from a checkpoint."
+        f"of a run on {some.ranks} ranks the stores of ranks {missing} are missing, or have no record.{stray} A step is divided "
+        f"among all of them. Mount the disks that have them, or go on from a checkpoint."
     )
 
 
@@ -183,13 +185,14 @@ def has_all_of(node: int, stores: Iterable[RankStore]) -> bool:
 
 def _common_step(found: dict[int, RankStore], some: RankStore) -> CommonStep:
     newest = {rank: store.numbers[-1] for rank, store in found.items()}
-    number = min(newest.values())
+    oldest = min(newest, key=lambda rank: newest[rank])
+    number = newest[oldest]
     for rank, store in found.items():
         if newest[rank] > number + 1 or number not in store.numbers:
             raise StoreCorruptError(
-                f"rank {rank} of {some.ranks} has recorded commit {newest[rank]}, another rank only {number}; a kill leaves them "
-                f"at most one apart, with both records. One of these stores is older than the others: a copy, or restored "
-                f"by itself. Put all stores of one moment in place, or go on from a checkpoint."
+                f"rank {oldest} of {some.ranks} has recorded commit {number} last, and rank {rank} commit {newest[rank]}; a kill "
+                f"leaves them at most one apart, with both records. The store of rank {oldest} is older than others: a copy, or "
+                f"restored by itself. Put all stores of one moment in place, or go on from a checkpoint."
             )
     taken_back = frozenset(rank for rank, last in newest.items() if last > number)
     return CommonStep(

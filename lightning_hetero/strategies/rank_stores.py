@@ -23,8 +23,9 @@ from lightning_hetero.store.common_steps import CommonStep, RankStore, common_st
 from lightning_hetero.store.format import sets
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.earlier_runs import make_way, name_of
-from lightning_hetero.store.format.manifest import MANIFEST, Member
+from lightning_hetero.store.format.manifest import MANIFEST, Member, manifest_at
 from lightning_hetero.store.format.sets import Stores, members_in, remove_but, remove_sets, take_back
+from lightning_hetero.store.format.stripes import check_is_no_copy
 from lightning_hetero.store.live.blocks import Slice
 from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.untyped import Options
@@ -86,6 +87,8 @@ def go_on(
                 f"of {step.nodes} nodes that hold the model, one does not have its stores below {str(root)!r}. Go on with another "
                 f"number of nodes, such as num_nodes=1 on one that has them, and with {step.nodes} nodes later."
             )
+        for path in owned:
+            check_is_no_copy(path, manifest_at(path))
         remove_but(step.set_id, owned, root)
         return True
 

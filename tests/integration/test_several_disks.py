@@ -23,6 +23,7 @@ from lightning_hetero.cli.verify import run as verify
 from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreCorruptError
 from lightning_hetero.profiling import disks as measured
 from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.format.directory import remove_store
 from lightning_hetero.store.format.snapshots import Room, check_room, room_for, snapshot
 from lightning_hetero.store.format.stripes import Balance
 
@@ -187,9 +188,12 @@ def test_a_copy_of_the_first_directory_is_refused_while_the_original_is_there(
     train(tmp_path, striped(disks), RECIPE, stop=STOP)
     copy = tmp_path / "copy"
     shutil.copytree(disks[0], copy)
-    for options in ({"store": copy}, {}):
-        with pytest.raises(ConfigError, match=r"copy' is a copy of '.*ssd0/run'.*both would write.*new directories as disk_path"):
-            train(tmp_path, striped([copy, *disks[1:]], new_run=not options), RECIPE, **options)
+    words = r"copy' is a copy of '.*ssd0/run'.*both would write.*new directories as disk_path"
+    with pytest.raises(ConfigError, match=words):
+        train(tmp_path, striped([copy, *disks[1:]]), RECIPE, store=copy)
+    with pytest.raises(ConfigError, match=words):
+        remove_store(copy)
+    assert not verify(copy, as_json=True), "it can be read"
     new = [tmp_path / name for name in ("new0", "new1", "new2")]
     assert_same(train(tmp_path, striped(new), RECIPE, store=disks[0]), rest_of(plain))  # as the error says
     shutil.move(copy, copy.with_name("moved"))

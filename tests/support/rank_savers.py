@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
+from lightning_hetero.errors import ConfigError
 from lightning_hetero.parallel.recovery import TieredCheckpoints
 from lightning_hetero.parallel.recovery.writer import LayerWriter
 from lightning_hetero.runtime import linked_steps
+from lightning_hetero.store.format import sets
 from lightning_hetero.strategies import HeteroOffloadStrategy, LocalFirst
 from support import shared_model
 from support.shared_stores import MIXED, POINTS, Kill, Model, losses, run, same_end, train, was_killed
@@ -70,6 +73,12 @@ def elsewhere(root: Path, reference: Path) -> dict[str, Any]:
     same = evaluates(first, 2, first / "store") and evaluates(first, 1, first / "store")
     copy = fresh(root / "copy") / "store"
     shutil.copytree(first / "store", copy)
+    swapped = root / "swapped"
+    shutil.copytree(first / "store", swapped)
+    for old, new in [("0", "x"), ("1", "0"), ("x", "1")]:
+        (swapped / f"rank-{old}-of-2").rename(swapped / f"rank-{new}-of-2")
+    with pytest.raises(ConfigError, match=r"rank-0-of-2' is the store of rank 1 of 2, which belongs into .*rank-1-of-2'"):
+        sets.Stores(swapped)
     points = [(1, "while parts come from other ranks", 2), (0, "before it writes a record", 1), (-1, "as it writes a slot", 9)]
     reached = ended(out, 2, [Kill(*point) for point in points], resume=copy)
     same &= same_end(out, reference) and min(map(int, losses(out, 2)[0])) > 3  # the last one went on where the last kill was

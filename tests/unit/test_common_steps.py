@@ -113,7 +113,7 @@ def test_the_stores_of_one_node_are_enough_to_go_on_from():
 def test_of_all_nodes_the_step_that_all_hold_counts():
     found = common_step([of_nodes(rank, 4, 5) for rank in (0, 1, 2)] + [of_nodes(3, 3, 4)])
     assert (found.number, found.taken_back, found.is_whole) == (4, frozenset({0, 1, 2}), True)
-    with pytest.raises(StoreCorruptError, match=r"rank 0 of 4 has recorded commit 9, another rank only 6"):
+    with pytest.raises(StoreCorruptError, match=r"rank 2 of 4 has recorded commit 6 last, and rank 0 commit 9.*rank 2 is older"):
         common_step([of_nodes(0, 8, 9), of_nodes(1, 8, 9), of_nodes(2, 5, 6), of_nodes(3, 5, 6)])
 
 
@@ -127,15 +127,17 @@ def test_a_set_that_one_node_has_made_does_not_count_before_that_of_all():
 def test_a_missing_store_is_named():
     with pytest.raises(ConfigError, match=r"of a run on 4 ranks the stores of ranks 1, 3 are missing"):
         common_step([store(0, 5, ranks=4), store(2, 5, ranks=4)])
+    with pytest.raises(ConfigError, match=r"the stores of ranks 1 are missing.* The stores of rank 1 of 2 are those of other runs"):
+        common_step([store(0, 5), store(1, 5, set_id="b")])
 
 
 def test_a_store_of_another_moment_is_named():
-    with pytest.raises(StoreCorruptError, match=r"rank 0 of 2 has recorded commit 9, another rank only 6"):
+    with pytest.raises(StoreCorruptError, match=r"rank 1 of 2 has recorded commit 6 last, and rank 0 commit 9.*rank 1 is older"):
         common_step([store(0, 7, 8, 9), store(1, 5, 6)])
 
 
 def test_a_ring_without_the_common_step_is_refused():
-    with pytest.raises(StoreCorruptError, match="rank 0 of 2 has recorded commit 7, another rank only 6"):
+    with pytest.raises(StoreCorruptError, match="rank 1 of 2 has recorded commit 6 last, and rank 0 commit 7"):
         common_step([store(0, 7), store(1, 5, 6)])
 
 

@@ -33,7 +33,7 @@ from lightning_hetero.store.format.manifest import (
     write_manifest,
 )
 from lightning_hetero.store.format.places import FEWER_BLOCKS, DiskLimits, check_capacity, check_owner, check_volumes, make_private
-from lightning_hetero.store.format.stripes import Balance, found_stripes, holder, new_stripe, stripes_in
+from lightning_hetero.store.format.stripes import Balance, check_is_no_copy, found_stripes, holder, new_stripe, stripes_in
 from lightning_hetero.store.volume import MEMORY_FILESYSTEMS, disk_error
 
 PREFIX = "lightning-hetero-"
@@ -201,6 +201,7 @@ class StoreDirectory:
                 undo.callback(os.close, old_fd)
                 old = read_manifest(path, old_fd)
                 check_same_store(path, old, geometry)
+                check_is_no_copy(path, old)
                 stripes = list(stripes_in(path, old))
                 if resume:
                     identity, layout, origin = identity_of(path, old), layout_of(path, old), old.get("origin")
@@ -391,7 +392,9 @@ def remove_store(path: Path) -> None:
     directory_fd = os.open(path, _DIRECTORY)
     try:
         check_owner(path, directory_fd)
-        _remove_stripes(stripes_in(path, manifest_at(path)))
+        manifest = manifest_at(path)
+        check_is_no_copy(path, manifest)
+        _remove_stripes(stripes_in(path, manifest))
         _remove_files(directory_fd)
         _unlink(directory_fd, MANIFEST)
     finally:

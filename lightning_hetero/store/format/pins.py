@@ -22,7 +22,7 @@ from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.manifest import MANIFEST, manifest_at
 from lightning_hetero.store.format.snapshots import copy, link, snapshot, sync
-from lightning_hetero.store.format.stripes import holder, places_of
+from lightning_hetero.store.format.stripes import check_is_no_copy, holder, places_of
 from lightning_hetero.store.volume import disk_error
 
 _PIN = re.compile(r"kept-(\d{1,18})")
@@ -54,8 +54,14 @@ def pin(path: Path, number: int, names: Iterable[str]) -> None:
 
 
 def unpin(path: Path, *, but: Path | None = None) -> None:
-    """Removes pins, and what is left of unfinished ones."""
-    for place in places_of(path, manifest_at(path)):  # that of the manifest first: without it there is no pin
+    """Removes pins, and what is left of unfinished ones.
+
+    Raises:
+        ConfigError: The store is a copy of another one, and shares its directories on other disks.
+    """
+    manifest = manifest_at(path)
+    check_is_no_copy(path, manifest)
+    for place in places_of(path, manifest):  # that of the manifest first: without it there is no pin
         for entry in place.iterdir():
             unfinished = entry.name.startswith(".kept-") and entry.name.endswith(".partial")
             stays = but is not None and entry.name == but.name
@@ -79,6 +85,7 @@ def roll_back(path: Path, source: Path) -> None:
         if kept.uuid != store.uuid or kept.record is None:
             raise ConfigError(f"{str(source)!r} is no step of the store {str(path)!r}: it was put there. Take it away.")
         names, places, theirs = kept.record.files, store.places, kept.places
+        check_is_no_copy(path, store.manifest)
     try:
         for name in names:
             number = holder(theirs, name) or 0

@@ -51,9 +51,21 @@ def members_in(root: Path) -> dict[tuple[str, int], Path]:
     found = {}
     for path in stores_in(root):
         with StoreFiles(path, locks=False) as store:
-            member = member_of(path, store.manifest)
+            member = _member_at(path, root, store)
         found[member.set_id, member.rank] = path
     return found
+
+
+def _member_at(path: Path, root: Path, store: StoreFiles) -> Member:
+    """The place of a store in its set, which its directory's name says, too."""
+    member = member_of(path, store.manifest)
+    own = place_of(root, member.rank, member.ranks, member.nodes)
+    if path not in (own, root):
+        raise ConfigError(
+            f"{str(path)!r} is the store of rank {member.rank} of {member.ranks}, which belongs into {str(own)!r}. Give it its own "
+            f"name again."
+        )
+    return member
 
 
 def has_ranks(root: Path) -> bool:
@@ -106,7 +118,7 @@ class Stores:
             undo.callback(self._opened.close)
             for path in places:
                 store = self._opened.enter_context(StoreFiles(path, locks=path in self.owned))
-                self.all.append((member_of(path, store.manifest), store))
+                self.all.append((_member_at(path, root, store), store))
             undo.pop_all()
 
     def __enter__(self) -> Self:

@@ -39,19 +39,28 @@ def stripes_in(path: Path, manifest: Mapping[str, Any]) -> tuple[Path, ...]:
     """The stripes that a store's manifest names.
 
     Raises:
-        ConfigError: It does not name paths of stripes. Or they are those of the store of which this
-            directory is a copy.
+        ConfigError: It does not name paths of stripes.
     """
     rows = _rows(manifest)
-    if rows is not None:
-        if rows and (original := _original(path, manifest)) is not None:
-            raise ConfigError(
-                f"{str(path)!r} is a copy of {str(original)!r}, whose blocks are also on other disks ({rows[0]!r}): both would "
-                f"write there. To have a copy, pass ckpt_path={str(original)!r} and new directories as disk_path: the last step "
-                f"is copied. If the original is to go, remove its file {MANIFEST}."
-            )
-        return tuple(map(Path, rows))
-    raise ConfigError(f"{str(path / MANIFEST)!r} has stripes {rows!r}; allowed: a list of paths that end in stripe-…")
+    if rows is None:
+        raise ConfigError(
+            f"{str(path / MANIFEST)!r} has stripes {manifest.get('stripes')!r}; allowed: a list of paths that end in stripe-…"
+        )
+    return tuple(map(Path, rows))
+
+
+def check_is_no_copy(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuses to write to a store, or to remove it, if its stripes are those of another one.
+
+    Raises:
+        ConfigError: The directory is a copy, and the original is still there.
+    """
+    if (stripes := stripes_in(path, manifest)) and (original := _original(path, manifest)) is not None:
+        raise ConfigError(
+            f"{str(path)!r} is a copy of {str(original)!r}, whose blocks are also on other disks ({str(stripes[0])!r}): both would "
+            f"write there. To have a copy, pass ckpt_path={str(original)!r} and new directories as disk_path: the last step is "
+            f"copied. If the original is to go, remove its file {MANIFEST}."
+        )
 
 
 def _rows(manifest: Mapping[str, Any]) -> list[str] | None:
