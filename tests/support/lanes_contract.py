@@ -17,6 +17,7 @@ from lightning_hetero._native import DONE, READY
 from lightning_hetero.errors import DeviceMemoryError, HeteroError, StoreError
 from lightning_hetero.ir.schedule import Lane, Op, OpKind
 from lightning_hetero.lanes import Event, Lanes
+from lightning_hetero.lanes.base import All
 from support.lanes import LANES, MEMORY_BYTES, PATIENCE_S, FakeTicket, Program, doing, nothing, op, raising, threads
 
 
@@ -117,13 +118,15 @@ class LanesContract:
     def test_an_op_has_passed_once_its_tickets_have(self, lanes: Lanes, kind: OpKind, what: int) -> None:
         ticket = FakeTicket()
         event = lanes.submit(op(0, Lane.CPU, kind), lambda: [ticket], [])
-        assert not event.done()
         for reached in range(what):
             ticket.move(reached)
             assert not event.done()
+            assert not event.ended()
+            assert not All((event,)).done()
         ticket.move(what)
         event.wait()
         assert event.done()
+        assert All((event,)).done()
 
     def test_only_edges_wait_for_tickets(self, lanes: Lanes) -> None:
         ticket, ran = FakeTicket(), []

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from gpu import calls
+import torch
+from gpu import calls, preflight
 from gpu.calls import Call
 
 
@@ -67,6 +68,40 @@ def test_a_file_that_hangs_or_fails_hides_nothing_of_the_others(tmp_path: Path, 
     }
     assert found["tests"]["b.py"]["failures"] == ["FAILED tests/gpu/b.py::test_x - sticky"]
     assert found["tests"]["c.py"]["summary"] == "3 passed, 1 skipped in 2.0s"
+
+
+def test_a_test_that_hangs_says_where_before_its_file_is_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run(self: Call, name: str, *words: object, limit_s: float) -> tuple[int, str]:
+        seen.extend(map(str, words))
+        return 0, "{}"
+
+    monkeypatch.setattr(Call, "run", run)
+    calls.tests(call(tmp_path, files=("a.py",)))
+    options = dict(word.split("=") for word in seen if "=" in word)
+    assert options["--timeout-method"] == "thread"
+    assert float(options["faulthandler_timeout"]) < float(options["--timeout"]) < calls.FILE_S
+
+
+def test_the_preflight_finds_out_what_the_machine_can_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it cannot find out here is a reason, and hides nothing of the rest."""
+    monkeypatch.setattr(sys, "argv", ["preflight", "--dir", str(tmp_path), "--device", "cpu", "--bytes", str(8 << 20)])
+    preflight.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {"system", "gpu", "topology", "huge_pages", "numa", "disk", "copies_bytes_per_s", "page_lock", "seconds"}
+    assert found["system"]["memlock_bytes"]
+    alone = {f"{kind}_{way}" for kind in ("pinned", "pageable") for way in ("h2d", "d2h")}
+    together = {"pinned_h2d_and_d2h", "pinned_d2h_and_pageable_h2d"}
+    assert found["copies_bytes_per_s"].keys() == alone | together | {"host_to_host", "device_to_device"}
+    assert (
+        isinstance(found["disk"], str) or {"read_bytes_per_s", "write_bytes_per_s", "free_bytes", "mount"} == found["disk"].keys()
+    )
+    if not torch.cuda.is_available():
+        assert "Error" in found["page_lock"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_the_time_does_not_reach_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,15 @@ def test_a_moment_is_known_once_computes_stream_has_come_to_it(
     assert first() == at_s
 
 
+def test_a_mark_has_passed_once_computes_stream_has_come_to_it(lanes: StreamLanes, fake: FakeCuda) -> None:
+    gate = held(late := fake.compute_is_late())
+    mark = lanes.mark()
+    assert not mark.done()
+    gate.set()
+    late.synchronize()
+    assert mark.done()
+
+
 def test_the_first_origin_of_times_has_passed(lanes: StreamLanes, fake: FakeCuda) -> None:
     """Its time on the host's clock is read then."""
     gate = held(fake.compute_is_late())
