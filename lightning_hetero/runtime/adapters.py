@@ -93,6 +93,25 @@ def refuse_parts_of_prompts(root: nn.Module, given: Callable[[str, Tensor], obje
             )
 
 
+def refuse_trained_ranks(root: nn.Module) -> None:
+    """Refuses AdaLoRA on the meta device, if the rank of an adapter became a parameter that trains.
+
+    PEFT moves a new adapter to the device of its base layer. That turns the frozen ranks, in a
+    ``ParameterDict``, into parameters that train, and plain training of a model in memory has none.
+
+    Raises:
+        ConfigError: Names such a rank.
+    """
+    for name, module in root.named_modules():
+        ranks = module._modules.get("ranknum")
+        for adapter, rank in ({} if ranks is None else ranks._parameters).items():
+            if rank is not None and rank.is_meta and rank.requires_grad:
+                raise ConfigError(
+                    f"PEFT has made {f'{name}.ranknum.{adapter}'!r}, a rank of AdaLoRA, a parameter that trains: it does so on the "
+                    f"meta device. Build a model with AdaLoRA in memory, or use LoRA."
+                )
+
+
 def number_tokens(root: nn.Module) -> None:
     """Sets the numbers of virtual tokens, which PEFT keeps in a dictionary, on the CPU."""
     for module in root.modules():

@@ -26,7 +26,7 @@ from lightning_hetero.nn.causal_lm import ChunkedCausalLMs
 from lightning_hetero.optim import early_state
 from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime import quantized, quantizing
-from lightning_hetero.runtime.adapters import refuse_parts_of_prompts
+from lightning_hetero.runtime.adapters import refuse_parts_of_prompts, refuse_trained_ranks
 from lightning_hetero.runtime.announcement import summarize
 from lightning_hetero.runtime.construction import Construction
 from lightning_hetero.runtime.executor import Executor
@@ -224,6 +224,7 @@ class OffloadRun:
         if fits:
             self._leave_room_for_reference()
         quantizing.unpack(module)
+        refuse_trained_ranks(module)
         content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self._resumed_path
         if resumed is None and (self.trainer is None or self.trainer.ckpt_path is None):
             if self.choices.weights is None:

@@ -239,6 +239,15 @@ def test_prompts_of_which_a_part_would_begin_anew_are_refused(kind: str, directo
 
 
 @LOST
+def test_ranks_of_adalora_that_would_train_are_refused(directory: Path, tmp_path: Path) -> None:
+    settings = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10)
+    peft.get_peft_model(in_memory(directory), settings).save_pretrained(tmp_path / "saved")
+    build = lambda: peft.PeftModel.from_pretrained(on_meta(), tmp_path / "saved", is_trainable=True)  # noqa: E731
+    with pytest.raises(ConfigError, match=r"q_proj\.ranknum\.default', a rank of AdaLoRA"):
+        fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
+
+
+@LOST
 @pytest.mark.parametrize("is_other", [False, True])
 def test_a_base_that_is_too_large_to_keep_must_be_that_of_the_files(is_other: bool, directory: Path, tmp_path: Path) -> None:
     """Their weights come in its place, so it is compared with them."""
