@@ -21,7 +21,9 @@ from itertools import chain
 from operator import is_, itemgetter
 from types import MethodType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -41,8 +43,7 @@ from lightning_hetero.store.raw_memory import zero_pages
 from lightning_hetero.untyped import Function, Options, Value
 
 _NOTHING: Options = {}
-_ONE = torch.tensor(1.0, device="cpu")
-_NUMBER: Callable[[Tensor], float] = Tensor.item
+_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 class Rule(Enum):
@@ -61,7 +62,11 @@ class _Seen:
     params: list[nn.Parameter]
     values_of: Callable[[Value], tuple[object, ...]]  # the count and the handles in a parameter's state
     values: list[object]  # these, of all of them
-    steps: list[Tensor]  # the counts, in fp32 on the CPU
+    steps: list[Tensor]  # the counts: views of one run
+    addresses: list[int]  # of the counts
+    # In fp32 on the CPU: one addition counts a step of all parameters. It is numpy's, because each
+    # operator of torch lets the threads of lanes have the interpreter, and waits for them.
+    run: NDArray[np.float32]
 
 
 def owners_of(bindings: Iterable[OptimizerBinding]) -> dict[int, OptimizerBinding]:
@@ -306,7 +311,7 @@ class OptimizerBinding:
                 if id(param) in ids:
                     fill(self.optimizer.state.get(param, {}))
 
-    def steps(self, part: Part, indices: Sequence[int]) -> list[Tensor] | None:
+    def steps(self, part: Part, indices: Sequence[int]) -> NDArray[np.float32] | None:
         """The step counts of parameters whose state is as :meth:`advance` last saw it, or ``None``.
 
         Then none of them is new (:meth:`new_ones`). This runs for each block in each step.
@@ -317,28 +322,31 @@ class OptimizerBinding:
         with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
             states = list(map(self.optimizer.state.get, seen.params))
         try:
-            values = chain.from_iterable(map(seen.values_of, states))
-            return seen.steps if all(map(is_, values, seen.values)) else None
+            same = all(map(is_, chain.from_iterable(map(seen.values_of, states)), seen.values))
         except (KeyError, TypeError):  # there is no count, or no state
             return None
+        return seen.run if same and list(map(_ADDRESS, seen.steps)) == seen.addresses else None
 
-    def advance(self, part: Part, indices: Sequence[int], steps: list[Tensor] | None = None) -> list[float]:
+    def advance(self, part: Part, indices: Sequence[int], steps: NDArray[np.float32] | None = None) -> list[float]:
         """Counts one more step of parameters that the engine is about to update; returns counts.
 
         ``steps``: what :meth:`steps` has just returned.
         """
         steps = self._find_steps(part, list(indices)) if steps is None else steps
         if steps is not None:
-            torch._foreach_add_(steps, _ONE, alpha=1.0)  # a number would become a tensor for each of them
-            counts: list[float] = list(map(_NUMBER, steps))
+            steps += 1
+            counts: list[float] = steps.tolist()
             return counts
         states = [self.optimizer.state[part.params[index]] for index in indices]
         for state in states:  # code has given it numbers
             state["step"] += 1
         return [float(state["step"]) for state in states]
 
-    def _find_steps(self, part: Part, indices: list[int]) -> list[Tensor] | None:
-        """Looks at the state of parameters, of which those that are new get one."""
+    def _find_steps(self, part: Part, indices: list[int]) -> NDArray[np.float32] | None:
+        """Looks at the state of parameters, of which those that are new get one.
+
+        Their counts, tensors as in torch, come to lie in one run.
+        """
         params = [part.params[index] for index in indices]
         with torch._C.DisableTorchFunctionSubclass():  # handles would be hashed in Python
             states = [self.optimizer.state[param] for param in params]
@@ -349,9 +357,16 @@ class OptimizerBinding:
         steps = [state["step"] for state in states]
         if not all(isinstance(step, Tensor) and step.is_cpu and step.dtype is torch.float32 and not step.ndim for step in steps):
             return None
+        if len(set(map(id, steps))) < len(steps):  # code has given several parameters one count
+            return None
+        counts = torch.stack(steps)
+        for step, count in zip(steps, counts.unbind(), strict=True):
+            step.data = count
+        run: NDArray[np.float32] = counts.numpy()
         values_of = itemgetter("step", *adam.state_names(part.dtype))
-        self._seen[part] = _Seen(indices, params, values_of, list(chain.from_iterable(map(values_of, states))), steps)
-        return steps
+        values, addresses = list(chain.from_iterable(map(values_of, states))), list(map(_ADDRESS, steps))
+        self._seen[part] = _Seen(indices, params, values_of, values, steps, addresses, run)
+        return run
 
     def _advance_empty(self) -> None:
         """Counts a step of parameters without elements, as torch does; they have no update."""
@@ -390,18 +405,17 @@ class OptimizerBinding:
 
         ``read``: parts, the positions of their parameters, and numbers with what it returned.
         """
-        parts, counts, expected = list[Part](), list[Tensor](), list[float]()
         for part, indices, numbers in read:
             steps = self.steps(part, indices)
-            if steps is None:
-                if self.new_ones(part, indices):
-                    return part
-                steps = [torch.tensor(float(self.optimizer.state[part.params[index]]["step"])) for index in indices]
-            parts += [part] * len(steps)
-            counts += steps
-            expected += [number.step for number in numbers]
-        found = list(map(_NUMBER, counts))
-        return next((part for part, one, other in zip(parts, found, expected, strict=True) if one != other), None)
+            if steps is not None:
+                counts = steps.tolist()
+            elif self.new_ones(part, indices):
+                return part
+            else:
+                counts = [float(self.optimizer.state[part.params[index]]["step"]) for index in indices]
+            if counts != [number.step for number in numbers]:
+                return part
+        return None
 
     def renew(self, part: Part, indices: Iterable[int]) -> None:
         """Writes to the store what the optimizer has instead, or that it has nothing.

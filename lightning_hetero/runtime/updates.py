@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_hetero._native import Hyper, Ticket
@@ -35,7 +37,7 @@ class PartWork(NamedTuple):
 
     part: Part
     indices: list[int]  # positions of the parameters
-    steps: list[Tensor] | None  # their step counts, if the optimizer's state is as it was
+    steps: NDArray[np.float32] | None  # their step counts, if the optimizer's state is as it was
     new: list[int]  # those for which the optimizer has other state than the store
 
 
@@ -181,9 +183,9 @@ class Updater:
         return bool(self._updated)
 
     @property
-    def updated(self) -> frozenset[int]:
+    def updated(self) -> Set[int]:
         """The parameters, by ``id``, whose updates of the step under way have been prepared."""
-        return frozenset(self._updated)
+        return self._updated
 
     def prepare(self, block: Block, binding: OptimizerBinding, work: Iterable[PartWork]) -> DueUpdate | None:
         """Reads all that may change before the update runs; ``None`` if none is due."""

@@ -49,12 +49,16 @@ def replace_one(state: dict[str, Any]) -> None:
         state["exp_avg"] = state["exp_avg"].detach().cpu().flip(0)
 
 
+def move_count(state: dict[str, Any]) -> None:
+    state["step"].data = torch.tensor(1.0)
+
+
 def strategy_of(where: str, train: Callable[[Any], Outcome]) -> Any:
     return on_device(ON_DEVICE[where]) if where in ON_DEVICE else make_strategy(where, train)
 
 
 @WHERE
-@pytest.mark.parametrize("change", [scale, begin_anew, replace_one])
+@pytest.mark.parametrize("change", [scale, begin_anew, replace_one, move_count])
 def test_state_that_a_callback_changes_counts(change: Change, where: str, tmp_path: Path) -> None:
     def train(strategy: Any) -> Outcome:
         return run(RECIPE, strategy, tmp_path, callbacks=[AfterBatches(change)])
