@@ -27,7 +27,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Protocol
@@ -301,14 +301,14 @@ class Use:
         self._storages: list[weakref.ref[SavedStorage]] = []
         self._swap: weakref.ref[Swap] | None = None
         self._rerun: Rerun | None = None
-        self._hooks = ExitStack()
+        self._contexts: list[AbstractContextManager[object]] = []  # while the forward runs: they hold this use
         self._watch: Watch | None = None
 
     def begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """The forward begins."""
         model, block, lanes = self._model, self._block, self._model.lanes
         try:
-            self._hooks.enter_context(saved_tensors_hooks(self.pack, _view))
+            self._enter(saved_tensors_hooks(self.pack, _view))
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{block.name}: activations cannot be followed here: {error}. Blocks that run under torch.func need saved='keep' "
@@ -332,16 +332,21 @@ class Use:
                 device_type=self._device_type, inside=lambda: model.running[-1][1] is self,
                 record=None if self._rerun is None else self._rerun.record,
             )  # fmt: skip
-            self._hooks.enter_context(self._watch)
+            self._enter(self._watch)
+
+    def _enter(self, context: AbstractContextManager[object]) -> None:
+        context.__enter__()
+        self._contexts.append(context)
 
     def end(self) -> None:
         """The forward has ended."""
         self._watch = None
-        self._hooks.close()
+        while self._contexts:
+            self._contexts.pop().__exit__(None, None, None)
 
     def returned(self, output: object) -> None:
         """The block's output is its successor's to swap."""
-        for leaf in tensors_in(output):
+        for leaf in tensors_in(output) if self._storages else ():
             if has_storage(leaf, self._device_type):
                 known = self._model.known(leaf.untyped_storage())
                 if known is not None and known.owner is self._key:
@@ -365,11 +370,11 @@ class Use:
 
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
         """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
-        if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
-            return _Kept(tensor.detach())
         model, block = self._model, self._block
         if block.keeps and not (model.storages or model.lanes.counts):  # nothing needs to know its storage
             return StayingTensor(block.name, number or 0, tensor.detach())
+        if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
+            return _Kept(tensor.detach())
         storage = tensor.untyped_storage()
         known = model.known(storage)
         if known is not None and known.owner is not None and known.owner is not self._key:

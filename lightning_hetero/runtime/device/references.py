@@ -9,7 +9,8 @@ and saves a :class:`WeightRef` instead.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,58 +23,52 @@ class BoundWeights:
     """The memory to which parameters are bound, by address.
 
     ``memory`` returns the bytes from a parameter's first one on, in the memory that its part is
-    bound to, and ``whole`` the parameter there, which it need not make. Both raise
-    ``OffloadedAccessError`` if there is none.
+    bound to. It raises ``OffloadedAccessError`` if there is none.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        memory: Callable[[Part, int], Tensor],
-        whole: Callable[[Part, int], Tensor] | None = None,
-    ) -> None:
-        self.memory, self.whole = memory, whole
+    def __init__(self, device: torch.device, memory: Callable[[Part, int], Tensor]) -> None:
+        self.memory = memory
+        self.whole: dict[Part, Sequence[Tensor]] = {}  # the parameters of bound parts, where tensors of them exist
         self._device = device
         self._begins: list[int] = []  # the first addresses of runs, sorted
-        self._runs: list[tuple[int, Part]] = []  # their lengths and parts, in the same order
-        self._views: dict[tuple[Part, int], View] = {}  # the latest one that begins at this byte of its part
-        self._references: dict[int, WeightRef] = {}  # the latest one by the address of its tensor
+        self._runs: list[tuple[int, Part]] = []  # their ends and parts, in the same order
+        self._begin_of: dict[Part, int] = {}
+        self._views: defaultdict[Part, dict[int, View]] = defaultdict(dict)  # the latest one that begins at this byte
 
-    def add(self, part: Part, memory: Tensor) -> None:
-        """The part's parameters are views of this run."""
+    def add(self, part: Part, memory: Tensor, whole: Sequence[Tensor] | None = None) -> None:
+        """The part's parameters are views of this run; ``whole``: these are."""
         if memory.numel():
-            begin = memory.data_ptr()
+            begin = self._begin_of[part] = memory.data_ptr()
             place = bisect_right(self._begins, begin)
             self._begins.insert(place, begin)
-            self._runs.insert(place, (memory.numel(), part))
+            self._runs.insert(place, (begin + memory.numel(), part))
+        if whole is not None:
+            self.whole[part] = whole
 
-    def remove(self, memory: Tensor) -> None:
-        """The run may be reused."""
-        if memory.numel():
-            place = bisect_left(self._begins, memory.data_ptr())
+    def remove(self, part: Part) -> None:
+        """The part's run may be reused."""
+        self.whole.pop(part, None)
+        if (begin := self._begin_of.pop(part, None)) is not None:
+            place = bisect_left(self._begins, begin)
             del self._begins[place], self._runs[place]
-            self._references.clear()
 
     def reference(self, tensor: Tensor) -> WeightRef | None:
         """A reference to a tensor in bound memory, see [Note: Saved weights]; else ``None``."""
-        if not self._begins or tensor.layout is not torch.strided or tensor.device != self._device:
-            return None
         try:
             address = tensor.data_ptr()  # 0 without elements
-        except RuntimeError:  # tensors without memory: wrappers, fake tensors
+        except RuntimeError:  # tensors without memory: sparse ones, wrappers, fake tensors
             return None
-        known = self._references.get(address)
-        if known is not None and known.is_of(tensor):
-            return known
         place = bisect_right(self._begins, address) - 1
-        if place < 0 or address >= self._begins[place] + self._runs[place][0] or not tensor.numel():
+        if place < 0:
             return None
-        part, start = self._runs[place][1], address - self._begins[place]
-        view = self._views.get((part, start))
+        end, part = self._runs[place]
+        if address >= end or tensor.device != self._device or not tensor.numel():
+            return None
+        start, views = address - self._begins[place], self._views[part]
+        view = views.get(start)
         if view is None or not view.is_of(tensor):
-            view = self._views[part, start] = _view(part, start, tensor)
-        found = self._references[address] = WeightRef(self, view, part.params[view.index]._version)
-        return found
+            view = views[start] = _view(part, start, tensor)
+        return WeightRef(self, view, part.params[view.index]._version)
 
 
 @dataclass(eq=False, slots=True)  # frozen ones take three times as long to make
@@ -127,10 +122,6 @@ class WeightRef:
         """The parameter."""
         return self._view.part.params[self._view.index]
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether it refers to a tensor at the same address, which is no other view."""
-        return self._view.is_of(tensor) and self.param._version == self.version
-
     def view(self) -> Tensor:
         """The view, in the memory that is bound now.
 
@@ -146,8 +137,8 @@ class WeightRef:
                 f"{view.part.names[view.index]!r} is at version {version}; expected version {self.version} instead. "
                 f"Change weights after backward, and compute a new graph after optimizer.step()."
             )
-        if view.is_whole and bound.whole is not None:
-            return bound.whole(view.part, view.index)
+        if view.is_whole and (whole := bound.whole.get(view.part)) is not None:
+            return whole[view.index]
         return view.over(bound.memory(view.part, view.index))
 
 
@@ -155,10 +146,10 @@ def _view(part: Part, start: int, tensor: Tensor) -> View:
     """A tensor that begins at a byte of a part's memory as a view of one of its parameters."""
     index = bisect_right(part.offsets, start // part.dtype.itemsize) - 1
     offset = (start - part.offsets[index] * part.dtype.itemsize) // tensor.dtype.itemsize
-    view = View(part, index, tensor.dtype, offset, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    layout = part.layouts[index]
+    layout, size, stride = part.layouts[index], tensor.size(), tensor.stride()
+    view = View(part, index, tensor.dtype, offset, size, stride, tensor.is_conj(), tensor.is_neg())
     plain = not (offset or view.conjugate or view.negative) and view.dtype is part.dtype
-    view.is_whole = plain and view.size == layout.shape and view.stride == layout.stride
+    view.is_whole = plain and size == layout.shape and stride == layout.stride
     return view
 
 

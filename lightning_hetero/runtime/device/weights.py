@@ -65,7 +65,7 @@ class DeviceWeights:
         self._lanes = lanes
         self._copies: dict[Part, _Copy] = {}
         self._places: dict[Part, dict[int, _Place]] = {}  # where it was lately, by address; until it leaves the device
-        self._bound = BoundWeights(lanes.device, self.bytes_from, self.view_of)
+        self._bound = BoundWeights(lanes.device, self.bytes_from)
         self.reference = self._bound.reference  # what autograd saves for a tensor in open weights
 
     # ---- a session's begin and end ---------------------------------------------------------------
@@ -193,11 +193,13 @@ class DeviceWeights:
             self._bind(part, copy)
 
     def unbind(self, block: Block) -> None:
-        """The parameters' memory may be reused: until the next :meth:`bind` they are handles."""
+        """After :meth:`changed`: the parameters' memory may be reused until the next :meth:`bind`.
+
+        Until then they are handles.
+        """
         for part in block.parts:
             copy = self._copies.get(part)
             if copy is not None and not copy.kept:
-                self._reclaim(part)
                 self._unbind(part)
 
     def is_outdated(self, block: Block) -> bool:
@@ -207,6 +209,10 @@ class DeviceWeights:
     def is_written(self, block: Block) -> bool:
         """Whether the host has newer weights that were written through a handle."""
         return any(copy.written for copy in self._copies_of(block))
+
+    def written_blocks(self) -> list[Block]:
+        """The blocks of which that is so."""
+        return list({part.block.index: part.block for part, copy in list(self._copies.items()) if copy.written}.values())
 
     def changed(self, block: Block) -> bool:
         """Whether the device has newer weights than the host.
@@ -284,17 +290,10 @@ class DeviceWeights:
         Raises:
             OffloadedAccessError: The weights are not on the device.
         """
-        return self._bound_copy(part, index).memory[part.offsets[index] * part.dtype.itemsize :]
-
-    def view_of(self, part: Part, index: int) -> Tensor:
-        """A parameter in the bound device memory; raises as :meth:`bytes_from` does."""
-        return self._bound_copy(part, index).views[index]
-
-    def _bound_copy(self, part: Part, index: int) -> _Copy:
         copy = self._copies.get(part)
         if copy is None or not copy.bound:
             raise OffloadedAccessError(absent(part, index, self._lanes.device))
-        return copy
+        return copy.memory[part.offsets[index] * part.dtype.itemsize :]
 
     def _copies_of(self, block: Block) -> list[_Copy]:
         """The block's copies now; a RELEASE under way may remove them at any moment."""
@@ -326,13 +325,13 @@ class DeviceWeights:
     def _bind(self, part: Part, copy: _Copy) -> None:
         if not copy.bound:
             _assign(part, copy)
-            self._bound.add(part, copy.memory)
+            self._bound.add(part, copy.memory, copy.views)
             copy.bound = True
 
     def _unbind(self, part: Part) -> None:
         copy = self._copies.get(part)
         if copy is not None and copy.bound:
-            self._bound.remove(copy.memory)
+            self._bound.remove(part)
             copy.bound = False
 
     def _reclaim(self, part: Part) -> None:

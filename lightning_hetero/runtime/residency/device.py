@@ -49,7 +49,7 @@ class DeviceResidency(Residency):
         which the next update starts.
         """
         below = not self._in_batch and self._comes_from_below(block)
-        return self.is_away(block) or below or not all(part.is_whole for part in block.parts)
+        return self.is_away(block) or below or (self._slices is not None and not all(part.is_whole for part in block.parts))
 
     def _comes_from_below(self, block: Block) -> bool:
         through_host = block.plan.update is UpdateLane.CPU or self._slices is not None
@@ -75,7 +75,7 @@ class DeviceResidency(Residency):
     def held(self, last: Schedule | None) -> tuple[frozenset[int], DeviceRoom]:
         """The weights that the last batch leaves once its ops have ended, or those there now."""
         copies = self._side.weights
-        written = [b for b in self._blocks if copies.is_written(b)]
+        written = copies.written_blocks()
         for block in written:  # the writer has waited for all lanes
             copies.free(block)
         if last is not None:
