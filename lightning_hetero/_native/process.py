@@ -33,7 +33,7 @@ class Owner:
         Raises:
             ForkedProcessError: This is another process.
         """
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise ForkedProcessError(
                 f"{what} belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, without the threads that "
                 f"read, update and write weights. Nothing was changed. Read what the child needs before the fork (within "

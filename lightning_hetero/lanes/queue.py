@@ -42,12 +42,9 @@ class Queue:
         self.current: Op | None = None
         self._begin, self._work, self._tidy = begin, work, tidy
         self._waiting: SimpleQueue[QueuedOp | None] = SimpleQueue()
+        self.put: Callable[[QueuedOp | None], None] = self._waiting.put  # adds an op; ``None`` ends the thread
         self._thread = threading.Thread(target=self._loop, name=f"lightning-hetero {lane.value}", daemon=True)
         self._thread.start()
-
-    def put(self, op: QueuedOp | None) -> None:
-        """Adds an op; ``None`` ends the thread."""
-        self._waiting.put(op)
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the thread, unless it is the caller; false if it has not ended in time."""
@@ -117,15 +114,14 @@ class QueuedLanes(Lanes):
                 raise HeteroError(f"op {op.id} ({op.kind}, block {op.block}) was not taken: the lanes are closed. Create new ones.")
             self._submitted.append(queued)
             if op.lane is not Lane.COMPUTE:
-                self._queue(op.lane).put(queued)
+                queue = self._queues.get(op.lane)
+                (self._new_queue(op.lane) if queue is None else queue).put(queued)
         if op.lane is Lane.COMPUTE:
             queued.perform(self._work)
         return queued
 
-    def _queue(self, lane: Lane) -> Queue:
-        queue = self._queues.get(lane)
-        if queue is None:
-            queue = self._queues[lane] = Queue(lane, self._thread_begins, self._work, self._tidy)
+    def _new_queue(self, lane: Lane) -> Queue:
+        queue = self._queues[lane] = Queue(lane, self._thread_begins, self._work, self._tidy)
         return queue
 
     def _thread_begins(self) -> None:

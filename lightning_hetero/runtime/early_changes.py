@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hetero._native import Hyper
 from lightning_hetero.runtime.optimizers import OptimizerBinding
 from lightning_hetero.store.live.blocks import Part
+from lightning_hetero.store.live.geometry import VERSION
 from lightning_hetero.untyped import Options, Value
 
 TOO_LATE = (
@@ -63,7 +64,7 @@ class ReadEarly:
 
 def _versions(part: Part, indices: Sequence[int]) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
-        return sum([part.params[i]._version for i in indices])
+        return sum(map(VERSION, map(part.params.__getitem__, indices)))
 
 
 def _copied(group: Options) -> Options:

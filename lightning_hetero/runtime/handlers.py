@@ -121,7 +121,7 @@ class Handlers:
         side = self._side
         if side is not None:
             if op.payload is Payload.ACTIVATIONS:
-                after = (*after, self._mark(op.at)) if _follows_compute(op) else after
+                after = (*after, self._mark(op.at)) if (op.kind, op.lane) in _AFTER_COMPUTE else after
                 moved = self.ends[op.kind, op.block] = self.saved[op.block].swap(op, after)
                 return moved
             if op.kind is OpKind.UPDATE and op.lane is Lane.CPU and not self._is_early(block := self._blocks[op.block]):
@@ -146,8 +146,9 @@ class Handlers:
             end = self._lanes.submit(replace(op, lane=Lane.CPU), run, () if lent is None else (lent,))
         else:
             placed = self._in_this_thread(op, after) if op.kind is OpKind.UPDATE and op.lane is Lane.CPU else op
-            end = self._lanes.submit(placed, run, (*after, self._mark(op.at)) if _follows_compute(op) else after)
-            self._note(op, end, side)
+            end = self._lanes.submit(placed, run, (*after, self._mark(op.at)) if (op.kind, op.lane) in _AFTER_COMPUTE else after)
+            if op.kind in _NOTED:
+                self._note(op, end, side)
         if self._trial is not None:
             trial, self._trial = self._trial, None
             self._speculation.submitted(trial, end)
@@ -557,15 +558,15 @@ class Handlers:
         return self._marked[1]
 
 
+# Ops that read what compute wrote, or free what compute used.
+_AFTER_COMPUTE = {(kind, Lane.D2H) for kind in OpKind} | {(OpKind.SWAP_OUT, lane) for lane in Lane} | {(OpKind.RELEASE, Lane.H2D)}
+_NOTED = frozenset({OpKind.GRAD, OpKind.UPDATE, OpKind.SWAP_OUT})
+
+
 def _done(work: Callable[[], object]) -> Sequence[Ticket]:
     """Does all of an op, which leaves nothing to wait for."""
     work()
     return ()
-
-
-def _follows_compute(op: Op) -> bool:
-    """Whether the op reads what compute wrote, or frees what compute used."""
-    return op.lane is Lane.D2H or op.kind is OpKind.SWAP_OUT or (op.kind, op.lane) == (OpKind.RELEASE, Lane.H2D)
 
 
 TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None]] = {

@@ -61,10 +61,11 @@ class TakenGradients:
         """Marks the parameters that backward has updated."""
         with torch._C.DisableTorchFunctionSubclass():  # for offloaded parameters these would be calls of Python
             for name, param in params:
-                if id(param) in taken and param.grad is None:
-                    if id(param) not in self._known:
-                        self._known[id(param)] = TakenGradient(param, name)
-                    param.grad = self._known[id(param)]
+                key = id(param)
+                if key in taken and param.grad is None:
+                    if (placeholder := self._known.get(key)) is None:
+                        placeholder = self._known[key] = TakenGradient(param, name)
+                    param.grad = placeholder
                     self._placed.append(param)
 
     def clear(self) -> list[str]:

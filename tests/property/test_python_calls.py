@@ -36,6 +36,9 @@ ON_DEVICE = Plan(
 )
 
 
+RESIDENT = Plan(name="resident", blocks=(BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE),))
+
+
 class Calls(pl.Callback):
     """Counts from the begin of the third batch to the begin of the fourth."""
 
@@ -51,10 +54,10 @@ class Calls(pl.Callback):
             self.by_function[f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_qualname}"] += 1
 
 
-def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, **recipe: Any) -> Counter[str]:
+def calls_of(plan: Plan, device: EmulatedDevice | None, folder: Path, layers: int = 5, **recipe: Any) -> Counter[str]:
     calls = Calls()
     strategy = HeteroOffloadStrategy(plan, device=device, disk_path=None)
-    run(Recipe(shape=Shape(layers=5), steps=4, **recipe), strategy, folder, callbacks=[calls])
+    run(Recipe(shape=Shape(layers=layers), steps=4, **recipe), strategy, folder, callbacks=[calls])
     return calls.by_function
 
 
@@ -79,3 +82,17 @@ def test_a_step_makes_no_more_python_calls_than_it_did(
             break
     functions = "\n".join(f"{count:5} {name}" for name, count in found.most_common(60))
     assert 0 < found.total() <= most, f"{found.total()} calls:\n{functions}"
+
+
+@pytest.mark.parametrize(("plan", "most"), [(RESIDENT, 345), (ON_DEVICE, 590)], ids=["resident", "device"])
+def test_a_block_more_makes_no_more_python_calls_than_it_did(plan: Plan, most: int, tmp_path: Path) -> None:
+    """As ``benchmarks/small_blocks.py`` counts them, without the calls of a step."""
+    counts = []
+    for attempt in range(3):  # as above
+        few, many = (
+            calls_of(plan, EmulatedDevice(memory="4MiB"), tmp_path / f"{attempt} {layers}", layers).total() for layers in (3, 7)
+        )
+        counts.append((many - few) / 4)
+        if counts[-1] <= most:
+            break
+    assert 0 < min(counts) <= most, counts

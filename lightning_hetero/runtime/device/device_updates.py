@@ -196,7 +196,8 @@ class DeviceUpdates:
     def update(self, part: Part, rows: Sequence[Row], *, scale: float = 1.0) -> None:
         """UPDATE (in the thread that computes, after SWAP_IN and UPLOAD): updates a part.
 
-        Gradients are in their parameter's memory order; ``scale`` multiplies them in fp32 first.
+        Autograd is off. Gradients are in their parameter's memory order; ``scale`` multiplies them
+        in fp32 first.
 
         Raises:
             HeteroError: The part's state is not on the device.
@@ -207,7 +208,6 @@ class DeviceUpdates:
         part.master_versions = own_versions(part)
         self._weights.updated(part, part.master_versions)
 
-    @torch.no_grad()
     def _update(self, part: Part, rows: Sequence[Row], flat: Tensor, weights: Sequence[Tensor], scale: float) -> None:
         if part not in self._states:
             raise HeteroError(f"the state of {part.block.name!r} is not on {self._lanes.device}; SWAP_IN comes before the UPDATE.")

@@ -36,7 +36,7 @@ from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part, RunLayout
 
 _AWAY = (HostGradient, TakenGradient)  # in place of gradients that are not on the device
-_Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device, flat
+_Arrivals = list[tuple[Held, Tensor]]  # of one part and dtype, with gradients on the device in their parameter's order
 
 
 class HostGradients:
@@ -65,7 +65,6 @@ class HostGradients:
 
     # ---- GRAD ------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def take(self, block: Block, *, shown: bool = False) -> Callable[[], list[Ticket]]:
         """GRAD: takes the gradients of the block's backward, and leaves ``param.grad = None``.
 
@@ -76,17 +75,13 @@ class HostGradients:
         arrivals: list[_Arrivals] = []
         for part in block.parts:
             grads = grads_of(part)
-            for name, grad in zip(part.names, grads, strict=True):
-                if grad is not None and grad.layout is not torch.strided:
-                    check_dense(name, grad)
             of_part: defaultdict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
             with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
                 for index, (param, grad) in enumerate(zip(part.params, grads, strict=True)):
-                    if grad is None or type(grad) in (
-                        HostGradient,
-                        TakenGradient,
-                    ):  # a backward outside the schedule has added to it there
+                    if grad is None or type(grad) in _AWAY:  # a backward outside the schedule has added to it there
                         continue
+                    if grad.layout is not torch.strided:
+                        check_dense(part.names[index], grad)
                     if grad.numel():  # without elements it stays where clipping counts it
                         param.grad = None
                         if (held := self._held.get(id(param))) is not None and held.exposed:  # a hook has replaced it
@@ -105,7 +100,8 @@ class HostGradients:
         norms: Sequence[Tensor | None] = [None] * len(rows)
         # Norms are taken before the copy, because another memory order may add in another order.
         if self.norm_type is not None:
-            norms = torch._foreach_norm([grad for _, grad in rows], self.norm_type)
+            with torch.no_grad():
+                norms = torch._foreach_norm([grad for _, grad in rows], self.norm_type)
         arrivals = []
         for (index, grad), norm in zip(rows, norms, strict=True):
             param = part.params[index]
@@ -118,13 +114,14 @@ class HostGradients:
             layout = part.layouts[index]
             if grad.stride() != layout.stride:  # which is rare
                 grad = _arranged(layout, grad)
-            arrivals.append((held, grad.as_strided((layout.numel,), (1,))))
+            arrivals.append((held, grad))
         return arrivals
 
     def _receive(self, arrivals: list[_Arrivals]) -> list[Ticket]:
         self._collect()
         for rows in arrivals:
             part, dtype = rows[0][0].part, rows[0][1].dtype
+            rows = [(held, grad.as_strided((grad.numel(),), (1,))) for held, grad in rows]
             more = [(held.buffer, held.index, grad) for held, grad in rows if held.buffer is not None]
             new = [(held, grad) for held, grad in rows if held.buffer is None]
             if new:
@@ -379,6 +376,7 @@ def grads_of(part: Part) -> list[Tensor | None]:
         return [param.grad for param in part.params]
 
 
+@torch.no_grad()
 def _arranged(layout: RunLayout, grad: Tensor) -> Tensor:
     """A gradient in the parameter's memory order."""
     return torch.empty_strided(layout.shape, layout.stride, dtype=grad.dtype, device=grad.device).copy_(grad)

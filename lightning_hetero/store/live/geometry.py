@@ -19,7 +19,7 @@ WEIGHTS = -1  # the array number of a block's weights
 
 _CHUNK_ELEMENTS = 256 * KIB  # 3 MiB: disks were fastest with 2 to 4 MB
 _CHUNK_ALIGN = 4096
-_VERSION: Callable[[nn.Parameter], int] = attrgetter("_version")
+VERSION: Callable[[nn.Parameter], int] = attrgetter("_version")
 
 
 def geometry_of(part: Part, identifier: int, *, num_state: int, weights: Tier, state: Tier) -> PartGeometry:
@@ -71,7 +71,7 @@ def own_versions(part: Part) -> int:
     meanwhile, and the copy may lack that.
     """
     with torch._C.DisableTorchFunctionSubclass():  # handles would answer in Python
-        return sum(map(_VERSION, part.params)) + part.num_moves
+        return sum(map(VERSION, part.params)) + part.num_moves
 
 
 def may_differ(part: Part) -> bool:
