@@ -124,7 +124,6 @@ TORCH = (
     Borrowed("torch.serialization._get_storage_alignment", "The same."),
     Borrowed("torch._foreach_mul", "What torch's optimizers compute with."),
     Borrowed("torch._foreach_mul_", "The same."),
-    Borrowed("torch._foreach_add_", "The same."),
     Borrowed("torch._foreach_clamp_min_", "The same, for clipping by value."),
     Borrowed("torch._foreach_clamp_max_", "The same."),
     Borrowed("torch._foreach_norm", "What torch's clipping by norm computes with."),

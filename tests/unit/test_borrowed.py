@@ -25,7 +25,7 @@ from lightning_hetero.borrowed import ATTRIBUTES, TABLE, TORCH, Borrowed
 
 # Names with an underscore that Python documents, and one that the package does without where it is
 # missing.
-NOT_BORROWED = {"_exit", "_fields", "_MODEL_TO_CONVERSION_PATTERN"}
+NOT_BORROWED = {"_exit", "_fields", "_getframe", "_MODEL_TO_CONVERSION_PATTERN"}
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 PACKAGE = Path(lightning_hetero.__file__).parent
 

@@ -64,7 +64,7 @@ class Quantity(IntEnum):
     PASSED_CPU = 4  # such weights below the device, per pass
     PASSED_DEVICE = 5  # other weights below the device: updated there, or not at all
     GRADIENTS = 6  # to the host, once per micro-batch
-    STATE_UP = 7
+    STATE_UP = 7  # with slices of gradients and weights, where a rank's device updates them
     STATE_DOWN = 8
     SWAPPED = 9  # activations, each way, once per micro-batch
     SWAPPED_DISK = 10  # of these to disk
@@ -81,7 +81,6 @@ class Quantity(IntEnum):
     RENEWED = 21  # new weights of which ranks gather the slices
     GATHERED = 22  # whole weights of which a rank keeps a slice, per pass
     REDUCED = 23  # gradients of all ranks, once per micro-batch
-    SLICES_UP = 24  # slices of gradients and weights that a rank's device updates
 
 
 class SpareMemory(IntEnum):
@@ -126,7 +125,7 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.PASSED_CPU: (below and through_host) * whole,
         Quantity.PASSED_DEVICE: (below and not through_host) * whole,
         Quantity.GRADIENTS: (alone and through_host) * ranks * gradients,
-        Quantity.STATE_UP: moves * state,
+        Quantity.STATE_UP: moves * state + slices_move * (weights + gradients),
         Quantity.STATE_DOWN: moves * state + returns * weights,
         Quantity.SWAPPED: saved.to_host + saved.to_disk,
         Quantity.SWAPPED_DISK: saved.to_disk,
@@ -143,7 +142,6 @@ def uses(block: BlockProfile, placed: BlockPlan, model: ModelProfile, hardware: 
         Quantity.RENEWED: (params > 0) * sent,
         Quantity.GATHERED: (params > 0 and placed.weights is not Tier.DEVICE) * sent,
         Quantity.REDUCED: (params > 0 and ranks > 1) * ranks * gradients,
-        Quantity.SLICES_UP: slices_move * (weights + gradients),
     }
     return np.fromiter(taken.values(), np.float64, len(Quantity))
 
@@ -197,7 +195,7 @@ LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
             _For.UPDATE: (Quantity.FRESH,),
             _For.PASS: (Quantity.PASSED_CPU, Quantity.PASSED_DEVICE),
             _For.SWAP: (Quantity.SWAPPED,),
-            _For.REST: (Quantity.STATE_UP, Quantity.SLICES_UP),
+            _For.REST: (Quantity.STATE_UP,),
         },
     ),
     "d2h": (Work.D2H, {_For.UPDATE: (Quantity.GRADIENTS,), _For.SWAP: (Quantity.SWAPPED,), _For.REST: (Quantity.STATE_DOWN,)}),
