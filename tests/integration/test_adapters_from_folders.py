@@ -30,20 +30,6 @@ def config(**options: Any) -> Any:
     return peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj", "v_proj"], **options})
 
 
-class Module(llama.LitLlama):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
-def in_memory(directory: Path) -> Any:
-    return llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def on_meta() -> Any:
-    with torch.device("meta"):
-        return llama.LlamaForCausalLM(llama.config())
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return llama.save(tmp_path / "weights")
@@ -52,12 +38,12 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(directory: Path, tmp_path: Path) -> Path:
     torch.manual_seed(1)
-    peft.get_peft_model(in_memory(directory), config(init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(llama.base_in_memory(directory), config(init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def fit(build: Callable[[], Any], strategy: Any, root: Path) -> Any:
-    module = Module(build)
+    module = llama.LitAdapters(build)
     trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=root)
     trainer.fit(module, llama.batches())
     return outcome(trainer, module)
@@ -88,8 +74,8 @@ def added(base: Any, adapter: Path) -> Any:
 @LOST
 @pytest.mark.parametrize("load", [loaded, without_copies, set_in_place, added])
 def test_training_goes_on_from_saved_adapters(load: Any, directory: Path, adapter: Path, tmp_path: Path) -> None:
-    expected = fit(lambda: load(in_memory(directory), adapter), "auto", tmp_path)
-    got = fit(lambda: load(on_meta(), adapter), HeteroOffloadStrategy("disk", weights=directory), tmp_path)
+    expected = fit(lambda: load(llama.base_in_memory(directory), adapter), "auto", tmp_path)
+    got = fit(lambda: load(llama.base_on_meta(), adapter), HeteroOffloadStrategy("disk", weights=directory), tmp_path)
     assert_same(got, expected)
 
 
@@ -112,12 +98,12 @@ def in_meta(base: Any, adapter: Path) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_that_nobody_saw_loaded_are_refused(kind: str, load: Any, directory: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    peft.get_peft_model(in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
-    model = load(on_meta(), tmp_path / "adapter")
+    peft.get_peft_model(llama.base_in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
+    model = load(llama.base_on_meta(), tmp_path / "adapter")
     refused = pytest.raises(ConfigError, match=r"loaded into adapters before the fit are lost.*default.*configure_model")
     with refused, lightning_hetero.offload(model, plan="host", weights=directory):
         pass
-    module = Module(on_meta)
+    module = llama.LitAdapters(llama.base_on_meta)
     module.model = model
     with refused:
         quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), default_root_dir=tmp_path).fit(
@@ -131,7 +117,7 @@ def test_new_adapters_begin_with_a_warning(
     kind: str, dtype: torch.dtype, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They look like adapters that were loaded with low_cpu_mem_usage=True."""
-    model = peft.get_peft_model(on_meta().to(dtype), KINDS[kind]())
+    model = peft.get_peft_model(llama.base_on_meta().to(dtype), KINDS[kind]())
     with lightning_hetero.offload(model, plan="host", weights=directory):
         assert "Adapters on the meta device begin anew: 'base_model.model" in caplog.text
         assert "low_cpu_mem_usage=True" in caplog.text
@@ -140,13 +126,13 @@ def test_new_adapters_begin_with_a_warning(
 def test_adapters_that_were_loaded_in_memory_and_moved_are_named(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    peft.get_peft_model(in_memory(directory), config()).save_pretrained(tmp_path)
-    model = without_copies(on_meta(), tmp_path)
+    peft.get_peft_model(llama.base_in_memory(directory), config()).save_pretrained(tmp_path)
+    model = without_copies(llama.base_on_meta(), tmp_path)
     with lightning_hetero.offload(model, plan="host", weights=directory):
         assert "Adapters on the meta device begin anew" in caplog.text
 
 
-class Beginning(Module):
+class Beginning(llama.LitAdapters):
     """Notes the values that training begins with."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -158,7 +144,7 @@ class Beginning(Module):
 
 def save_changed(kind: str, directory: Path, adapter: Path) -> dict[str, Tensor]:
     """An adapter with other values than a new one, copies of the base's modules included."""
-    model = peft.get_peft_model(in_memory(directory), KINDS[kind]())
+    model = peft.get_peft_model(llama.base_in_memory(directory), KINDS[kind]())
     with torch.no_grad():
         for param in model.parameters():
             if param.requires_grad:
@@ -176,7 +162,7 @@ def save_changed(kind: str, directory: Path, adapter: Path) -> dict[str, Tensor]
 def test_training_begins_with_the_saved_values(load: Any, kind: str, precision: Any, directory: Path, tmp_path: Path) -> None:
     """Those of copied modules too, which the base's files have, in the dtype of the precision."""
     saved = save_changed(kind, directory, tmp_path / "adapter")
-    module = Beginning(lambda: load(on_meta(), tmp_path / "adapter"))
+    module = Beginning(lambda: load(llama.base_on_meta(), tmp_path / "adapter"))
     strategy = HeteroOffloadStrategy("disk", weights=directory)
     quiet_trainer(strategy=strategy, precision=precision, max_steps=1, default_root_dir=tmp_path).fit(module, llama.batches())
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -189,7 +175,7 @@ def test_training_begins_with_the_saved_values(load: Any, kind: str, precision: 
 @pytest.mark.parametrize("convert", [lambda model: model.to(torch.bfloat16), lambda model: model.half(), copy.deepcopy])
 def test_values_follow_a_conversion(convert: Any, directory: Path, tmp_path: Path) -> None:
     saved = save_changed("saved", directory, tmp_path / "adapter")
-    module = Beginning(lambda: convert(loaded(on_meta(), tmp_path / "adapter")))
+    module = Beginning(lambda: convert(loaded(llama.base_on_meta(), tmp_path / "adapter")))
     strategy = HeteroOffloadStrategy("host", weights=directory)
     quiet_trainer(strategy=strategy, max_steps=1, default_root_dir=tmp_path).fit(module, llama.batches())
     for name, value in saved.items():
@@ -203,8 +189,8 @@ def test_an_embedding_of_the_adapter_comes_before_the_base(directory: Path, tmp_
     llama.LlamaForCausalLM(llama.config()).save_pretrained(tmp_path / "other")
     saved = save_changed("embedding", tmp_path / "other", tmp_path / "adapter")
     assert any("embed_tokens.base_layer" in name for name in saved)
-    expected = fit(lambda: loaded(in_memory(directory), tmp_path / "adapter"), "auto", tmp_path)
-    build = lambda: loaded(on_meta(), tmp_path / "adapter")  # noqa: E731
+    expected = fit(lambda: loaded(llama.base_in_memory(directory), tmp_path / "adapter"), "auto", tmp_path)
+    build = lambda: loaded(llama.base_on_meta(), tmp_path / "adapter")  # noqa: E731
     assert_same(fit(build, HeteroOffloadStrategy("disk", weights=directory), tmp_path), expected)
 
 
@@ -249,12 +235,12 @@ def test_what_configure_model_makes_needs_no_warning(
     if kind == "prompt":
 
         def build() -> Any:
-            return peft.get_peft_model(on_meta(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+            return peft.get_peft_model(llama.base_on_meta(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     else:
-        peft.get_peft_model(in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
+        peft.get_peft_model(llama.base_in_memory(directory), KINDS[kind]()).save_pretrained(tmp_path / "adapter")
 
         def build() -> Any:
-            return load(on_meta(), tmp_path / "adapter")
+            return load(llama.base_on_meta(), tmp_path / "adapter")
 
     fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
     assert "begin anew" not in caplog.text
@@ -263,14 +249,14 @@ def test_what_configure_model_makes_needs_no_warning(
 @LOST
 def test_lost_values_are_not_missed_by_a_resume(directory: Path, tmp_path: Path) -> None:
     """The checkpoint has the adapters."""
-    peft.get_peft_model(in_memory(directory), config()).save_pretrained(adapter := tmp_path / "adapter")
+    peft.get_peft_model(llama.base_in_memory(directory), config()).save_pretrained(adapter := tmp_path / "adapter")
     strategy = HeteroOffloadStrategy("host", weights=directory)
-    module = Module(lambda: loaded(on_meta(), adapter))
+    module = llama.LitAdapters(lambda: loaded(llama.base_on_meta(), adapter))
     trainer = quiet_trainer(strategy=strategy, max_steps=2, default_root_dir=tmp_path)
     trainer.fit(module, llama.batches())
     trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = Module(on_meta)
-    again.model = loaded(on_meta(), adapter)
+    again = llama.LitAdapters(llama.base_on_meta)
+    again.model = loaded(llama.base_on_meta(), adapter)
     quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), max_steps=2, default_root_dir=tmp_path).fit(
         again, llama.batches(), ckpt_path=str(tmp_path / "last.ckpt"), weights_only=False
     )
@@ -281,19 +267,19 @@ def test_lost_values_are_not_missed_by_a_resume(directory: Path, tmp_path: Path)
 @LOST
 def test_a_state_that_is_loaded_on_the_meta_device_counts(directory: Path, tmp_path: Path) -> None:
     def build() -> Any:
-        model = on_meta()
-        model.load_state_dict(in_memory(directory).state_dict())
+        model = llama.base_on_meta()
+        model.load_state_dict(llama.base_in_memory(directory).state_dict())
         return model
 
-    expected = fit(lambda: in_memory(directory), "auto", tmp_path)
+    expected = fit(lambda: llama.base_in_memory(directory), "auto", tmp_path)
     assert_same(fit(build, HeteroOffloadStrategy("disk"), tmp_path), expected)
 
 
 @LOST
 def test_a_state_that_is_loaded_there_may_not_take_the_budget(directory: Path, tmp_path: Path) -> None:
     def build() -> Any:
-        model = on_meta()
-        model.load_state_dict(in_memory(directory).state_dict())
+        model = llama.base_on_meta()
+        model.load_state_dict(llama.base_in_memory(directory).state_dict())
         return model
 
     with pytest.raises(ConfigError, match=r"has lost the values.*meta device.*Up to 10\.0 KiB.*weights="):
@@ -307,22 +293,22 @@ def test_saved_prompts_predict(kind: Any, inside: bool, directory: Path, tmp_pat
     """Wherever the model was on the meta device when PEFT read them."""
     torch.manual_seed(1)
     settings = kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    peft.get_peft_model(in_memory(directory), settings).save_pretrained(adapter := tmp_path / "adapter")
+    peft.get_peft_model(llama.base_in_memory(directory), settings).save_pretrained(adapter := tmp_path / "adapter")
 
     def build() -> Any:
         with torch.device("meta") if inside else nullcontext():
-            return peft.PeftModel.from_pretrained(on_meta(), adapter)
+            return peft.PeftModel.from_pretrained(llama.base_on_meta(), adapter)
 
-    module = Module(build)
+    module = llama.LitAdapters(build)
     trainer = quiet_trainer(strategy=HeteroOffloadStrategy("disk", weights=directory), default_root_dir=tmp_path)
     trainer.validate(module, llama.batches(), verbose=False)
-    plain = Module(lambda: peft.PeftModel.from_pretrained(in_memory(directory), adapter))
+    plain = llama.LitAdapters(lambda: peft.PeftModel.from_pretrained(llama.base_in_memory(directory), adapter))
     quiet_trainer(default_root_dir=tmp_path).validate(plain, llama.batches(), verbose=False)
     assert all(map(torch.equal, module.losses, plain.losses))
     assert len(module.losses) == len(plain.losses) > 0
 
 
-class Classifier(Module):
+class Classifier(llama.LitAdapters):
     strict_loading = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -365,19 +351,19 @@ def test_a_new_head_needs_consent(directory: Path, tmp_path: Path) -> None:
 
 def test_a_base_that_nobody_names_is_refused(directory: Path, tmp_path: Path) -> None:
     def build() -> Any:
-        return peft.get_peft_model(on_meta(), config())
+        return peft.get_peft_model(llama.base_on_meta(), config())
 
     with pytest.raises(ConfigError, match=r"frozen weights.*in no file: .*embed_tokens.weight.*would be random.*weights='folder'"):
         fit(build, HeteroOffloadStrategy("host"), tmp_path)
     with pytest.raises(ConfigError, match="would be random"), lightning_hetero.offload(build(), plan="host"):
         pass
-    module = Module(build)
+    module = llama.LitAdapters(build)
     quiet_trainer(strategy=HeteroOffloadStrategy("host", weights=directory), max_steps=1, default_root_dir=tmp_path).fit(
         module, llama.batches()
     )
     torch.save(module.trainer._checkpoint_connector.dump_checkpoint(), tmp_path / "all.ckpt")
-    again = Module(build)
+    again = llama.LitAdapters(build)
     quiet_trainer(strategy=HeteroOffloadStrategy("host"), max_steps=2, default_root_dir=tmp_path).fit(
         again, llama.batches(), ckpt_path=tmp_path / "all.ckpt", weights_only=False
     )
-    assert torch.equal(again.model.state_dict()["base_model.model.lm_head.weight"], in_memory(directory).lm_head.weight)
+    assert torch.equal(again.model.state_dict()["base_model.model.lm_head.weight"], llama.base_in_memory(directory).lm_head.weight)

@@ -25,20 +25,6 @@ def config() -> Any:
     return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
 
 
-class Module(llama.LitLlama):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
-
-
-def in_memory(directory: Path) -> Any:
-    return llama.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def on_meta() -> Any:
-    with torch.device("meta"):
-        return llama.LlamaForCausalLM(llama.config())
-
-
 def loaded(base: Any, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
@@ -51,7 +37,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(directory: Path, tmp_path: Path) -> Path:
     torch.manual_seed(1)
-    model = peft.get_peft_model(in_memory(directory), config())
+    model = peft.get_peft_model(llama.base_in_memory(directory), config())
     with torch.no_grad():
         first_b(model).fill_(0.5)
     model.save_pretrained(tmp_path / "adapter")
@@ -59,7 +45,7 @@ def adapter(directory: Path, tmp_path: Path) -> Path:
 
 
 def fit(build: Callable[[], Any], strategy: Any, root: Path, steps: int = 1) -> Any:
-    module = Module(build)
+    module = llama.LitAdapters(build)
     quiet_trainer(strategy=strategy, max_steps=steps, default_root_dir=root).fit(module, llama.batches())
     return module
 
@@ -123,7 +109,7 @@ def test_values_that_change_on_the_meta_device_are_refused(
     """Also those of the base, which the files have as they were."""
 
     def build() -> Any:
-        model = loaded(on_meta(), adapter)
+        model = loaded(llama.base_on_meta(), adapter)
         change(model)
         return model
 
@@ -136,7 +122,7 @@ def test_new_adapters_on_a_merged_base_are_refused(directory: Path, adapter: Pat
     """The files have the base without the first adapter, which was merged into it."""
 
     def build() -> Any:
-        return peft.get_peft_model(loaded(on_meta(), adapter).merge_and_unload(), config())
+        return peft.get_peft_model(loaded(llama.base_on_meta(), adapter).merge_and_unload(), config())
 
     with pytest.raises(ConfigError, match=r"q_proj\.base_layer\.weight' was changed on the meta device.*files that have the"):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
@@ -147,7 +133,7 @@ def test_a_second_adapter_that_is_merged_is_refused(directory: Path, adapter: Pa
     """PEFT leaves a second adapter in memory, and torch adds it to a weight on the meta device."""
 
     def build() -> Any:
-        model = loaded(on_meta(), adapter)
+        model = loaded(llama.base_on_meta(), adapter)
         model.load_adapter(adapter, "second")
         model.base_model.merge_adapter(["second"])
         return model
@@ -161,7 +147,7 @@ def test_values_that_code_sets_on_the_meta_device_are_refused(change: Any, direc
     """In new adapters as well: there they would begin as PEFT makes them."""
 
     def build() -> Any:
-        model = peft.get_peft_model(on_meta(), config())
+        model = peft.get_peft_model(llama.base_on_meta(), config())
         change(model)
         return model
 
@@ -176,11 +162,11 @@ def test_what_is_set_on_the_meta_device_may_come_from_a_checkpoint(directory: Pa
         torch.nn.init.zeros_(base.lm_head.weight)
         return base
 
-    module = Module(lambda: build(in_memory(directory)))
+    module = llama.LitAdapters(lambda: build(llama.base_in_memory(directory)))
     trainer = quiet_trainer(strategy="auto", max_steps=1, default_root_dir=tmp_path)
     trainer.fit(module, llama.batches())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    again = Module(lambda: build(on_meta()))
+    again = llama.LitAdapters(lambda: build(llama.base_on_meta()))
     quiet_trainer(strategy=HeteroOffloadStrategy("host"), max_steps=1, default_root_dir=tmp_path).fit(
         again, llama.batches(), ckpt_path=str(tmp_path / "one.ckpt"), weights_only=False
     )
@@ -192,15 +178,15 @@ def test_weights_that_memory_would_round_are_refused(directory: Path, tmp_path: 
     """``prepare_model_for_kbit_training`` makes fp32 of bf16; files may have more bits."""
 
     def build() -> Any:
-        base = on_meta().to(torch.bfloat16)
+        base = llama.base_on_meta().to(torch.bfloat16)
         return peft.get_peft_model(peft.prepare_model_for_kbit_training(base, use_gradient_checkpointing=False), config())
 
     with pytest.raises(ConfigError, match=r"is torch\.float32 in the files.*where it was torch\.bfloat16 before"):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
-    in_memory(directory).to(torch.bfloat16).save_pretrained(half := tmp_path / "half")
+    llama.base_in_memory(directory).to(torch.bfloat16).save_pretrained(half := tmp_path / "half")
     module = fit(build, HeteroOffloadStrategy("host", weights=half), tmp_path)
     [head] = [value for name, value in module.state_dict().items() if "lm_head" in name]
-    assert torch.equal(head, in_memory(half).lm_head.weight)
+    assert torch.equal(head, llama.base_in_memory(half).lm_head.weight)
 
 
 def prompts(base: Any, adapter: Path, kind: Any) -> Any:
@@ -232,8 +218,8 @@ PROMPTS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompts_of_which_a_part_would_begin_anew_are_refused(kind: str, directory: Path, tmp_path: Path) -> None:
     settings, why = PROMPTS[kind]
-    peft.get_peft_model(in_memory(directory), settings).save_pretrained(tmp_path / "prompts")
-    build = lambda: prompts(on_meta(), tmp_path / "prompts", settings)  # noqa: E731
+    peft.get_peft_model(llama.base_in_memory(directory), settings).save_pretrained(tmp_path / "prompts")
+    build = lambda: prompts(llama.base_on_meta(), tmp_path / "prompts", settings)  # noqa: E731
     with pytest.raises(ConfigError, match=why):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
 
@@ -241,8 +227,8 @@ def test_prompts_of_which_a_part_would_begin_anew_are_refused(kind: str, directo
 @LOST
 def test_ranks_of_adalora_that_would_train_are_refused(directory: Path, tmp_path: Path) -> None:
     settings = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=10)
-    peft.get_peft_model(in_memory(directory), settings).save_pretrained(tmp_path / "saved")
-    build = lambda: peft.PeftModel.from_pretrained(on_meta(), tmp_path / "saved", is_trainable=True)  # noqa: E731
+    peft.get_peft_model(llama.base_in_memory(directory), settings).save_pretrained(tmp_path / "saved")
+    build = lambda: peft.PeftModel.from_pretrained(llama.base_on_meta(), tmp_path / "saved", is_trainable=True)  # noqa: E731
     with pytest.raises(ConfigError, match=r"q_proj\.ranknum\.default', a rank of AdaLoRA"):
         fit(build, HeteroOffloadStrategy("host", weights=directory), tmp_path)
 
@@ -251,11 +237,11 @@ def test_ranks_of_adalora_that_would_train_are_refused(directory: Path, tmp_path
 @pytest.mark.parametrize("is_other", [False, True])
 def test_a_base_that_is_too_large_to_keep_must_be_that_of_the_files(is_other: bool, directory: Path, tmp_path: Path) -> None:
     """Their weights come in its place, so it is compared with them."""
-    state = in_memory(directory).state_dict()
+    state = llama.base_in_memory(directory).state_dict()
     state["lm_head.weight"][-1, -1] += float(is_other)
 
     def build() -> Any:
-        base = on_meta()
+        base = llama.base_on_meta()
         base.load_state_dict(state)
         return peft.get_peft_model(base.to(torch.bfloat16), config())
 

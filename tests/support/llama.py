@@ -76,3 +76,21 @@ def on_meta(**options: Any) -> LitLlama:
 
 def batches() -> Any:
     return DataLoader(torch.randint(0, WORDS, (12, 6), generator=torch.Generator().manual_seed(0)), batch_size=2)
+
+
+class LitAdapters(LitLlama):
+    """Only what has a gradient is given to the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def base_in_memory(directory: Path) -> Any:
+    """The model that adapters are for, as transformers loads it."""
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def base_on_meta() -> Any:
+    """The same without memory."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(config())
