@@ -286,8 +286,8 @@ class TrainingData:
 
     # ---- resumes -----------------------------------------------------------------------------
 
-    def go_on(self, data: Options, ready: int) -> None:
-        """Restores the position of a record."""
+    def go_on(self, data: Options, ready: int, most: float) -> None:
+        """Restores the position of a record that had ``ready`` batches; the epoch has ``most``."""
         loop = self._trainer.fit_loop
         try:
             # Lightning's loop adds the epoch's ready batches to those that are fetched.
@@ -295,6 +295,7 @@ class TrainingData:
             reloaded, drawn, now = data["reloaded"], data["drawn"], data["generators"]
             moments = [_Moment(m["at"], m["random"], m["generators"], set(m["drawn_by"])) for m in data["moments"]]
             started = None if data["started"] is None else _Moment(**{**data["started"], "drawn_by": set()})
+            drawn = int(min(drawn, most))
             self._memory, self._samplers_know_epoch = data["memory"], data["samplers_know_epoch"]
             self._calls, self._is_lost = data["calls"], data["is_lost"]
         except (KeyError, TypeError) as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -242,15 +244,20 @@ def go_on(trainer: Trainer, state: State, data: TrainingData) -> None:
     Without this, Lightning would skip a validation that was due, and begin the epoch's data again;
     see [Note: Data].
     """
-    loop = trainer.fit_loop
-    data.go_on(state["data"], loop.epoch_loop.batch_progress.current.ready)
+    loop, random = trainer.fit_loop, state["random"]
+    progress, most = loop.epoch_loop.batch_progress, math.inf
+    if len(random) != trainer.world_size:
+        most = trainer.num_training_batches  # of more ranks each has fewer
+    data.go_on(state["data"], progress.current.ready, most)
+    if progress.current.ready > most:  # the epoch is over: what is due at its end follows
+        progress.current = type(progress.current)(*[int(most)] * len(fields(progress.current)))
+        progress.is_last_batch = True
     if state["validation"]:
         restore_validation(trainer, state["validation"])
     _begin_averaging(trainer)
     end_batch(trainer)
     # Lightning does not know that the data is at the right place.
     warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-    random = state["random"]
     set_random_state(random.get(str(trainer.global_rank)) or next(iter(random.values())))
     if str(trainer.global_rank) not in random:  # there were fewer ranks: this one goes on from another one's, apart from it
         begin_apart(trainer.global_rank)
