@@ -238,6 +238,7 @@ class Checkpoints:
         own = own.absolute()
         run.drop_session()  # that of a model left on disk: the store must not be open twice
         resume.refuse_slice(store)
+        rank_stores.find_disks(store, run.options.collectives, run.options.further_disks)
         if run.options.own.ranks > 1 or has_ranks(store):
             return resume.as_checkpoint(self._of_ranks(store, own), precision)
         if not own.exists() or not store.samefile(own):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.earlier_runs import make_way, name_of
 from lightning_hetero.store.format.manifest import MANIFEST, Member, manifest_at
 from lightning_hetero.store.format.sets import Stores, members_in, remove_but, remove_sets, take_back
-from lightning_hetero.store.format.stripes import check_is_no_copy
+from lightning_hetero.store.format.stripes import check_is_no_copy, find_stripes
 from lightning_hetero.store.live.blocks import Slice
 from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.untyped import Options
@@ -55,6 +55,21 @@ def begin(place: Path, own: Slice, collectives: Collectives | None, *, new_run: 
     root = _same_root(place, own, collectives)
     _clear(root, own, collectives, new_run=new_run)
     return None if own.ranks == 1 else _member(collectives, 1)
+
+
+def find_disks(source: Path, collectives: Collectives | None, further: Sequence[Path]) -> None:
+    """Looks for what stores below ``source`` have on further disks, in this run's directories.
+
+    Raises:
+        StoreBusyError: A living process uses a store there.
+    """
+    owned = _owned(source, collectives)
+
+    def find() -> None:
+        for path in sorted(owned):
+            find_stripes(path, further)
+
+    of_each(collectives, find)
 
 
 def go_on(

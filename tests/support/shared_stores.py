@@ -102,6 +102,18 @@ class LosesDisk(pl.Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
+class Ends(pl.Callback):
+    """Writes down after how many steps epochs end, on the first rank."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            with self.file.open("a") as file:
+                file.write(f"{trainer.current_epoch} after {trainer.global_step}, ")
+
+
 class Tells(pl.Callback):
     """Writes down which steps have ended, before the next one begins."""
 
@@ -116,13 +128,13 @@ class Tells(pl.Callback):
 
 def train(
     out: Path, rank: int, plan: Any, *, resume: bool | Path, store: bool = True, steps: int = STEPS,
-    more: Sequence[pl.Callback] = (), place: str = "store", **options: Any,
+    more: Sequence[pl.Callback] = (), place: str = "store", further: str = "more", batches: int = BATCHES, **options: Any,
 ) -> None:  # fmt: skip
     """What a rank does; ``place``: the disk of its node; ``resume``: from there, or from a path."""
     torch.manual_seed(5)
     model = Model()
     torch.manual_seed(11 + rank)
-    disks = [out / place, *([out / "more"] if out.name in STRIPED else [])]
+    disks = [out / place, *([out / further] if out.name in STRIPED else [])]
     disk: dict[str, Any] = {"disk_path": disks} if store else {}
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk, **options)
     trainer = shared_model.trainer(
@@ -130,7 +142,7 @@ def train(
         accumulate_grad_batches=1, callbacks=[*more, Tells(out / f"ended-{rank}")],
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3 + rank)
-    data = torch.randint(0, 13, (BATCHES * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
+    data = torch.randint(0, 13, (batches * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
     loader = DataLoader(data, 2, shuffle=True, generator=generator)
     try:
         trainer.fit(model, loader, ckpt_path=out / place if resume is True else resume or None)
@@ -270,7 +282,7 @@ def moved(root: Path) -> dict[str, Any]:
     first.mkdir()
     shutil.move(out / "end.ckpt", first / "end.ckpt")
     read = is_read_by_the_command(out, first)
-    reached, same = 0, []
+    reached, same, further, elsewhere = 0, [], "more", "elsewhere"
     points = ("while parts come from other ranks", "before the earlier stores go", "while the earlier stores go")
     for world, plan, kills in [
         (2, MIXED, [Kill(1, points[0], 2), Kill(0, points[1], 1), Kill(0, points[2], 1)]),
@@ -279,11 +291,19 @@ def moved(root: Path) -> dict[str, Any]:
         (3, "disk", [Kill(2, points[0], 1)]),
     ]:
         for kill in [*kills, None]:
-            statuses = run(world, lambda rank, plan=plan: train(out, rank, plan, resume=True, steps=3), kill)
+            statuses = run(
+                world, lambda rank, plan=plan, further=further: train(out, rank, plan, resume=True, steps=3, further=further), kill
+            )
             reached += any(map(was_killed, statuses))
             assert kill is not None or not any(statuses), "a resume has failed"
         same.append(same_end(out, first))
+        if world == 2:  # the further disk is mounted elsewhere
+            further, elsewhere = elsewhere, further
+            shutil.move(out / elsewhere, out / further)
         assert len(sets.stores_in(out / "store")) == world, "earlier stores are gone"
+    ends = [Ends(out / "epochs")]
+    assert not any(run(2, lambda rank: train(out, rank, "disk", resume=True, steps=5, further=further, batches=2, more=ends)))
+    same.append((out / "epochs").read_text() == "0 after 3, 1 after 5, ")  # three batches had been used of the first
     return {"reached": reached, "differs": [], "same": all(same) and read}
 
 

@@ -265,6 +265,11 @@ def write_manifest(
         manifest["set"] = place if member.nodes == 1 else {**place, "nodes": member.nodes}
     if stripes:
         manifest |= {"stripes": list(map(os.fspath, stripes)), "home": os.fspath(path)}
+    return put_manifest(path, directory_fd, manifest, replace=replace)
+
+
+def put_manifest(path: Path, directory_fd: int, manifest: Mapping[str, Any], *, replace: bool) -> int:
+    """Writes, syncs and locks a manifest, then gives it its name; see :func:`write_manifest`."""
     name = f"{MANIFEST}.{uuid.uuid4().hex}"  # a process that died here may have left one
     manifest_fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:

@@ -9,17 +9,17 @@ decided in ``store.common_steps``; here it is read and written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.store.common_steps import CommonStep, RankStore, common_step, has_all_of
 from lightning_hetero.store.format.audit import StoreFiles, repeat_record
 from lightning_hetero.store.format.directory import OF_RANK, remove_store
-from lightning_hetero.store.format.manifest import MANIFEST, Member, member_of
+from lightning_hetero.store.format.manifest import MANIFEST, Member, manifest_at, member_of
 from lightning_hetero.store.format.pins import unpin
 from lightning_hetero.store.format.stored_model import last_kept
 
@@ -50,15 +50,14 @@ def members_in(root: Path) -> dict[tuple[str, int], Path]:
     """
     found = {}
     for path in stores_in(root):
-        with StoreFiles(path, locks=False) as store:
-            member = _member_at(path, root, store)
+        member = _member_at(path, root, manifest_at(path))
         found[member.set_id, member.rank] = path
     return found
 
 
-def _member_at(path: Path, root: Path, store: StoreFiles) -> Member:
+def _member_at(path: Path, root: Path, manifest: Mapping[str, Any]) -> Member:
     """The place of a store in its set, which its directory's name says, too."""
-    member = member_of(path, store.manifest)
+    member = member_of(path, manifest)
     own = place_of(root, member.rank, member.ranks, member.nodes)
     if path not in (own, root):
         raise ConfigError(
@@ -118,7 +117,7 @@ class Stores:
             undo.callback(self._opened.close)
             for path in places:
                 store = self._opened.enter_context(StoreFiles(path, locks=path in self.owned))
-                self.all.append((_member_at(path, root, store), store))
+                self.all.append((_member_at(path, root, store.manifest), store))
             undo.pop_all()
 
     def __enter__(self) -> Self:

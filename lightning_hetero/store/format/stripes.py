@@ -19,11 +19,12 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError
-from lightning_hetero.store.format.manifest import MANIFEST, manifest_at
+from lightning_hetero.store.format.manifest import MANIFEST, lock_manifest, manifest_at, put_manifest
 
 _STRIPE = re.compile(r"stripe-[0-9a-f]{32}")
 _INSIDE = re.compile(r"\.?(kept-[0-9]+|saving-[0-9a-f]{8})(\.[0-9a-f]{8}\.partial)?")
@@ -81,6 +82,27 @@ def _original(path: Path, manifest: Mapping[str, Any]) -> Path | None:
         return None
     names = set(map(os.path.basename, _rows(manifest) or []))
     return None if names.isdisjoint(map(os.path.basename, theirs)) else original
+
+
+def find_stripes(path: Path, further: Sequence[Path]) -> None:
+    """Has a store's manifest name the directories of ``disk_path`` in which its stripes are now.
+
+    One that is a copy is only read, where the original's stripes are.
+
+    Raises:
+        StoreBusyError: A living process uses it.
+    """
+    manifest = manifest_at(path)
+    recorded = stripes_in(path, manifest)
+    found = [next((here for place in further if (here := place / stripe.name).is_dir()), stripe) for stripe in recorded]
+    if found == list(recorded) or _original(path, manifest) is not None:
+        return
+    with ExitStack() as opened:
+        opened.callback(os.close, directory_fd := os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        if (locked := lock_manifest(path, directory_fd)) is not None:
+            opened.callback(os.close, locked)
+        moved = manifest | {"stripes": list(map(os.fspath, found)), "home": os.fspath(path)}
+        opened.callback(os.close, put_manifest(path, directory_fd, moved, replace=True))
 
 
 def found_stripes(path: Path, recorded: Sequence[Path], further: Sequence[Path]) -> list[Path]:
