@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,8 +22,9 @@ from support.resuming import Model, after, fit, train
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.cli.contents import contents_of
 from lightning_hetero.cli.verify import run as verify
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreCorruptError
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreCorruptError, StoreError
 from lightning_hetero.profiling import disks as measured
+from lightning_hetero.store.format import stripes
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.directory import remove_store
 from lightning_hetero.store.format.snapshots import Room, check_room, room_for, snapshot
@@ -90,6 +93,20 @@ def test_directories_may_be_mounted_elsewhere_and_in_another_order(disks: list[P
     now = [disks[0], disks[2], tmp_path / "moved" / "run"]
     assert_same(train(tmp_path, striped(now), RECIPE, store=disks[0]), rest_of(plain))
     assert not verify(disks[0], as_json=True)
+
+
+def test_a_store_that_cannot_say_where_its_disks_are_now_is_named(
+    disks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*args: Any, **options: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    train(tmp_path, striped(disks), RECIPE, stop=STOP)
+    shutil.move(disks[1].parent, tmp_path / "moved")
+    monkeypatch.setattr(stripes, "put_manifest", read_only)
+    now = [disks[0], disks[2], tmp_path / "moved" / "run"]
+    with pytest.raises(StoreError, match=r"blocks in .*ssd1.*are in .*moved.* now.*Read-only.*Make the directory writable"):
+        train(tmp_path, striped(now), RECIPE, store=disks[0])
 
 
 def _lost(disks: list[Path]) -> list[Path]:

@@ -91,18 +91,25 @@ def find_stripes(path: Path, further: Sequence[Path]) -> None:
 
     Raises:
         StoreBusyError: A living process uses it.
+        StoreError: The store cannot be written.
     """
     manifest = manifest_at(path)
     recorded = stripes_in(path, manifest)
     found = [next((here for place in further if (here := place / stripe.name).is_dir()), stripe) for stripe in recorded]
     if found == list(recorded) or _original(path, manifest) is not None:
         return
-    with ExitStack() as opened:
-        opened.callback(os.close, directory_fd := os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        if (locked := lock_manifest(path, directory_fd)) is not None:
-            opened.callback(os.close, locked)
-        moved = manifest | {"stripes": list(map(os.fspath, found)), "home": os.fspath(path)}
-        opened.callback(os.close, put_manifest(path, directory_fd, moved, replace=True))
+    moved = manifest | {"stripes": list(map(os.fspath, found)), "home": os.fspath(path)}
+    try:
+        with ExitStack() as opened:
+            opened.callback(os.close, directory_fd := os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            if (locked := lock_manifest(path, directory_fd)) is not None:
+                opened.callback(os.close, locked)
+            opened.callback(os.close, put_manifest(path, directory_fd, moved, replace=True))
+    except OSError as error:
+        raise StoreError(
+            f"store {str(path)!r} has blocks in {[*map(str, recorded)]}, which are in {[*map(str, found)]} now, and its manifest "
+            f"cannot be changed to say so: {error}. Make the directory writable, or mount the disks where they were."
+        ) from error
 
 
 def found_stripes(path: Path, recorded: Sequence[Path], further: Sequence[Path]) -> list[Path]:
