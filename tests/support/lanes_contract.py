@@ -86,7 +86,8 @@ class LanesContract:
     def test_compute_waits_for_copies(self, lanes: Lanes) -> None:
         source = lanes.host_buffer(4096).fill_(7)
         memory = lanes.memory().take(4096, "weights")
-        copied = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), [])
+        # Compute has taken the memory, and fills it with NaN where it is poisoned.
+        copied = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(memory, source)), [lanes.mark()])
         lanes.compute_waits([copied])
         doubled = memory * 2
         back = lanes.host_buffer(4096)
