@@ -157,7 +157,7 @@ def _memory(report: DoctorReport) -> None:
         "lockable_bytes": system.memlock_bytes(),
     }
     report.facts["huge_pages"] = system.huge_pages()
-    if usable < machine.available:
+    if usable < machine.available and limit < machine.total:  # without a limit, both are readings of one amount
         report.notes.append(
             f"A control group leaves {format_bytes(usable)} of the {format_bytes(machine.available)} that are available. Beyond it "
             f"the process is killed; set host_memory below it."
@@ -202,7 +202,9 @@ def _device(report: DoctorReport, torch: Any) -> dict[str, Any]:
         rate = None if measured is None else getattr(measured, name)
         facts[key] = "not measured: run `lightning-hetero profile`" if rate is None else f"{format_bytes(rate)}/s"
     if facts["count"] > 1:
-        report.notes.append('hetero_offload computes on one GPU; for several there is strategy="hetero_parallel".')
+        report.notes.append(
+            "hetero_offload computes on as many of them as `Trainer(devices=)` says; docs/several-devices.md has how."
+        )
     return facts
 
 
