@@ -71,7 +71,15 @@ class Machine:
         if found is None:
             file = os.environ.get(ENVIRONMENT)
             found = HardwareProfile.load(file) if file else None
+        given = [bool(row[0]) for row in together.numbers(found is not None)]
+        if any(given) != all(given):
+            lacking = ", ".join(str(rank) for rank, has in enumerate(given) if not has)
+            raise ConfigError(
+                f"no hardware profile was given on ranks {lacking}, but one on the others. Pass it, or set {ENVIRONMENT}, on all."
+            )
         if found is None:
+            if together.decisions is not None:
+                session.running.rest()  # so that the rank that measures has nothing to agree on with those that wait for it
             found = together.measured(lambda: _measured(session, disk=disk, again=again, ranks=together.shards))
         elif again:
             log.warning(

@@ -55,7 +55,7 @@ def test_optimizers_update_slices_beside_devices_by_their_own_code(tmp_path: Pat
 
 
 def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> None:
-    scenarios = ("plans_alike", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
+    scenarios = ("plans_alike", "measures_the_machine", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,8 @@ from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
 from lightning_hetero.planners import PLANNERS
+from lightning_hetero.planning import machine_profile
+from lightning_hetero.profiling import hardware
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
@@ -102,6 +105,25 @@ def asks_alone(out: Path) -> None:
     every = on_all_ranks(plans.found)
     assert every == [every[0]] * WORLD
     assert [batch for batch, *_ in every[0]] == [4, 9], "its blocks are timed again in three batches"
+
+
+def measures_the_machine(out: Path) -> None:
+    """One rank measures, while no rank has anything that all have to agree on."""
+    measured = list[int | None]()
+
+    def measure(machine: object, seconds: float, room: int | None) -> HardwareProfile:
+        measured.append(room)
+        return HardwareProfile.load(MACHINE)
+
+    shared, options = model(), {"disk_path": out / "store", "host_memory": "64MiB", "hardware_profile": None}
+    with (
+        mock.patch.object(hardware, "_measured", measure),
+        mock.patch.object(hardware, "_known", return_value=None),
+        mock.patch.object(machine_profile, "ENVIRONMENT", "NO_PROFILE"),
+    ):
+        trainer(out, strategy(**options), max_epochs=2).fit(shared, batches())
+    same(shared, reference("", epochs=2))
+    assert on_all_ranks(len(measured)) == [1] + [0] * (WORLD - 1)
 
 
 class Moves(pl.Callback):
