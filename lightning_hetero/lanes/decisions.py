@@ -7,7 +7,7 @@ while the ranks decide about the next one, and no two threads may use one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.lanes.mesh import close
 from lightning_hetero.lanes.network import EmulatedNetwork
 
 _gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 warns of the older name
@@ -29,17 +30,20 @@ class Decisions:
         group: The ranks, and nobody else uses it. Its timeout bounds every exchange.
         network: The speed of their collectives, if that is emulated; decisions do not take it.
         mesh: Their nodes, with groups that nobody else uses, either; ``None``: one.
+        why: Why another rank has ended, if it has said so.
 
     Raises:
         HeteroError: Of each method: another rank has died or hangs, or the network has failed.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None
-    ) -> None:
+        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None,
+        why: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.nodes = 1 if mesh is None else mesh.shape[0]
-        self.group, self.network, self.mesh = group, network, mesh
+        self.group, self.network, self.mesh, self.why = group, network, mesh, why
+        self._is_closed = False
 
     @property
     def is_first(self) -> bool:
@@ -75,12 +79,22 @@ class Decisions:
             _gather_all(told.view(-1), mine, group=self.group)
         return [bytes(row[:length].tolist()).decode() for row, length in zip(told, lengths, strict=True)]
 
+    def close(self) -> None:
+        """Ends the group on this rank, which has failed: others that wait for it fail at once."""
+        if not self._is_closed:
+            self._is_closed = True
+            close(self.group)
+            self.group = None  # gloo closes connections with the last reference
+
     @contextmanager
     def _naming(self) -> Iterator[None]:
+        if self._is_closed:
+            raise HeteroError(f"rank {self.rank} of {self.ranks} has left the others after an error. Start all ranks again.")
         try:
             yield
         except RuntimeError as error:
+            cause = self.why() or f"another rank has died or hangs, or the network has failed ({error})"
             raise HeteroError(
-                f"rank {self.rank} of {self.ranks} could not decide with the others between two batches: another rank has died or "
-                f"hangs, or the network has failed ({error}). Start all ranks again; their logs say which was the first."
+                f"rank {self.rank} of {self.ranks} could not decide with the others between two batches: {cause.rstrip('.')}. "
+                f"Start all ranks again; their logs say which was the first."
             ) from error

@@ -110,10 +110,6 @@ class HeteroOffloadRanks(_Base):
             speak(lightning_of(self))
         device = self.run.choices.options.device
         network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
-        if self.run.autoplan is not None:
-            self.run.autoplan.join(
-                Decisions(dist.new_group(timeout=self._timeout), network, mesh_of(self.num_nodes, self._timeout))
-            )
         devices = list(self.parallel_devices or ())
         devices[self.local_rank] = self.run.use_device(self.root_device)
         self.parallel_devices = devices
@@ -125,6 +121,10 @@ class HeteroOffloadRanks(_Base):
         own_cpus = cpus_of_rank(node_cpus(), frozenset(os.sched_getaffinity(0)), self.local_rank, self.num_processes)
         engine = replace(engine, cpus=own_cpus)
         collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
+        if self.run.autoplan is not None:
+            talk = dist.new_group(timeout=self._timeout, backend="gloo")
+            mesh = mesh_of(self.num_nodes, self._timeout)
+            self.run.autoplan.join(Decisions(talk, network, mesh, why=lambda: collectives.why()))
         disks = self.run.choices.options.disk_paths
         own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks, collectives.nodes) for root in disks[:1])
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_paths=own + disks[1:]))
@@ -202,6 +202,8 @@ class HeteroOffloadRanks(_Base):
         Offloading.on_exception(self, exception)  # teardown must not rely on the engine
         if collectives is not None:
             collectives.close()
+        if self.run.autoplan is not None:
+            self.run.autoplan.leave()
 
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""

@@ -30,14 +30,23 @@ class OnlyOne(Exception):
 
 
 class Model(shared_model.Model):
-    """Fails on one rank, in its step."""
+    """Fails on one rank, in one of its methods."""
 
-    fails = False
+    fails = ""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if self.fails and index == AT and shared_model.RANK == LONE:
-            raise OnlyOne("a reason of its own")
+        if index == AT:
+            self._fail("training_step")
         return super().training_step(batch, index)
+
+    def optimizer_step(self, epoch: int, index: int, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(epoch, index, *args, **kwargs)
+        if index == AT:
+            self._fail("optimizer_step")  # when the collectives of the step are over
+
+    def _fail(self, method: str) -> None:
+        if self.fails == method and shared_model.RANK == LONE:
+            raise OnlyOne("a reason of its own")
 
 
 class Fails(pl.Callback):
@@ -55,9 +64,10 @@ def rank_of(case: str, out: Path, rank: int) -> None:
     """Writes down how the rank's fit has ended, and lives until the other's has ended."""
     torch.manual_seed(5)
     model = Model()
-    model.fails = case == "training_step"
+    model.fails = case
     hooks = [Fails(case)] if case in HOOKS else []
-    strategy = HeteroOffloadStrategy("host", block_cls="Layer", update_threads=1)
+    plan = "auto" if case == "optimizer_step" else "host"  # a batch that is measured ends with a decision of all ranks
+    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1)
     text = "has no error"
     try:
         shared_model.trainer(out, strategy, callbacks=hooks).fit(model, shared_model.batches())
@@ -75,7 +85,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    for case in ("training_step", *HOOKS):
+    for case in ("training_step", "optimizer_step", *HOOKS):
         out = root / case
         out.mkdir()
         assert run(2, partial(rank_of, case, out)) == [0, 0]
