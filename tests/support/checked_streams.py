@@ -182,7 +182,7 @@ def _checked_op(checker: Checker) -> type[QueuedOp]:
 
 def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
     begin, copy, join, lock = StreamLanes.__init__, StreamLanes.copies, queue.Queue.join, PageLocker.buffer
-    drain = StreamLanes.drain
+    drain = queue.QueuedLanes.drain
     take, give, reserve = DeviceArena.take, DeviceArena.give, streams._StreamArena.__init__
 
     def begins(lanes: StreamLanes, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +210,7 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
             checker.host().join(checker.threads[one._thread].clock)
         return ended
 
-    def drains(lanes: StreamLanes) -> None:
+    def drains(lanes: queue.QueuedLanes) -> None:
         try:
             drain(lanes)
         finally:
@@ -238,7 +238,7 @@ def _check_lanes(checker: Checker, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(queue.Queue, "join", joins)
     patch.setattr(StreamLanes, "__init__", begins)
     patch.setattr(StreamLanes, "copies", copies)
-    patch.setattr(StreamLanes, "drain", drains)
+    patch.setattr(queue.QueuedLanes, "drain", drains)
     patch.setattr(streams._StreamArena, "__init__", reserves)
     patch.setattr(DeviceArena, "take", takes)
     patch.setattr(DeviceArena, "give", gives)
