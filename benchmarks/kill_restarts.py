@@ -116,7 +116,6 @@ def _torchrun(root: Path, leg: int, kills: int, seed: int) -> tuple[int | None, 
     """The exit code of torchrun, ``None`` if it hangs, and what it said."""
     paths = [path for path in sys.path if path and Path(path) != Path(__file__).parent]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the restarted ranks would find the addresses of the dead
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[leg]}"]
     command += [f"--max-restarts={kills}", "--monitor-interval=0.1", __file__, *map(str, (root, leg, kills, seed))]
     log = root / "torchrun.log"

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from lightning_hetero.errors import ConfigError, HeteroError, UnsupportedError
@@ -128,6 +130,20 @@ class HeteroOffloadRanks(_Base):
         disks = self.run.choices.options.disk_paths
         own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks, collectives.nodes) for root in disks[:1])
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_paths=own + disks[1:]))
+
+    def setup_distributed(self) -> None:
+        """Connects the ranks. Those that torchrun starts again do not look for the dead ones."""
+        if _finds_dead_ranks() and self.num_nodes == 1 and not dist.is_initialized():
+            store, rank, number = next(rendezvous("env://", timeout=self._timeout or default_pg_timeout))
+            dist.init_process_group(
+                self._get_process_group_backend(),
+                store=PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+                rank=rank,
+                world_size=number,
+                timeout=self._timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        super(Offloading, self).setup_distributed()
 
     def _check_places(self) -> None:
         """Refuses nodes that do not have equally many ranks, in their order.
@@ -265,6 +281,15 @@ class HeteroOffloadRanks(_Base):
         slices = None if executor is None else executor.slices
         with nullcontext() if executor is None or slices is None else slices.alike(executor.store, executor.blocks):
             Offloading.load_model_state_dict(self, checkpoint, strict)
+
+
+def _finds_dead_ranks() -> bool:
+    """Whether ranks that torchrun has started again have the store with the addresses of the dead.
+
+    Its agents on several nodes may count starts differently.
+    """
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:

@@ -360,8 +360,8 @@ def starts_again(root: Path) -> dict[str, Any]:
     out.mkdir()
     paths = [path for path in sys.path if path and Path(path) != Path(__file__).parent]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the restarted ranks would find the addresses of the dead
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command += ["--max-restarts=1"]
     done = subprocess.run([*command, __file__, str(out), "rank"], env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return {"reached": (out / "restarted").exists(), "differs": [], "same": same_end(out, reference)}
