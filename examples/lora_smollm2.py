@@ -75,11 +75,11 @@ class LoraSmolLM2(SmolLM2):
     """
 
     def __init__(
-        self, base: Path, size: Size = "135m", lr: float = 1e-3, rank: int = 16, warmup_steps: int = 5,
-        in_memory: bool = False, quantize: bool = False,
+        self, base: str, size: Size = "135m", lr: float = 1e-3, weight_decay: float = 0.0, rank: int = 16,
+        warmup_steps: int = 5, in_memory: bool = False, quantize: bool = False,
     ) -> None:  # fmt: skip
-        L.LightningModule.__init__(self)
-        self.save_hyperparameters({"base": str(base), "size": size, "lr": lr, "weight_decay": 0.0, "warmup_steps": warmup_steps})
+        super(SmolLM2, self).__init__()  # without that of SmolLM2, which loads the model
+        self.save_hyperparameters()  # these arguments and no others: LightningCLI takes them from a checkpoint
         self.base, self.rank, self.in_memory, self.quantize = Path(base), rank, in_memory, quantize
         if not (self.base / "config.json").exists():
             load_model(size).save_pretrained(self.base)
@@ -126,7 +126,7 @@ def main() -> None:
     L.seed_everything(0)
     size: Size = "tiny" if options.tiny else "135m"
     model = LoraSmolLM2(
-        options.base, size, lr=options.lr, rank=options.rank, in_memory=options.strategy == "auto", quantize=options.quantize
+        str(options.base), size, lr=options.lr, rank=options.rank, in_memory=options.strategy == "auto", quantize=options.quantize
     )
     data = PythonTopics(size, batch_size=options.batch_size, seq_len=options.seq_len)
 

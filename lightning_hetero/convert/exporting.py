@@ -29,6 +29,7 @@ from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.sets import last_step, stores_in
 from lightning_hetero.store.format.stored_model import stored_adapters, stored_buffers, stored_merges, stored_weights
+from lightning_hetero.store.raw_memory import check_has_memory
 from lightning_hetero.units import parse_bytes
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ def export_weights(
     Raises:
         ConfigError: The source is of another kind, has no such module, or the destination already
             holds weights.
-        UnsupportedError: The adapter cannot be merged here.
+        UnsupportedError: The adapter cannot be merged here; or a weight consists of several
+            tensors, as torchao quantizes.
         StoreError: The store is in use, or incomplete.
         OSError: A file cannot be written; none is left half written.
     """
@@ -253,6 +255,7 @@ def _of_state(state: Mapping[str, Any], *, mapped: bool = False) -> Iterator[Ten
     names: dict[Any, list[str]] = {}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}  # else a module's extra state
     for name, value in tensors.items():
+        check_has_memory(name, value)
         identity = (value.data_ptr(), value.shape, value.stride(), value.dtype) if mapped else id(value)
         names.setdefault(identity if value.numel() else name, []).append(name)
     for name, *ties in names.values():

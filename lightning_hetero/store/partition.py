@@ -28,11 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.ir.plan import TRAINED, is_divided
-from lightning_hetero.store.raw_memory import PAGE
+from lightning_hetero.store.raw_memory import PAGE, check_has_memory
 from lightning_hetero.units import round_up
 
 log = logging.getLogger(__name__)
@@ -119,11 +118,7 @@ def partition(root: nn.Module, block_cls: BlockCls | None = None) -> list[BlockS
             f"Call the model once on an example, in setup() or earlier."
         )
     for name, param in root.named_parameters():
-        if is_traceable_wrapper_subclass(param):
-            raise UnsupportedError(
-                f"parameter {name!r} is a {type(param).__name__}: its content is several tensors, as torchao quantizes. Only "
-                f"weights of one tensor are offloaded. Load the model without quantization, or with layers of bitsandbytes."
-            )
+        check_has_memory(name, param)
     _refuse_views(root)
     repeated = {id(m) for m in _block_modules(root, block_cls)}
     specs: list[BlockSpec] = []

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.units import MIB
 
 PAGE = 4096
@@ -68,3 +70,16 @@ def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous, non-empty CPU tensor, to read and write while it lives."""
     assert tensor.is_contiguous()
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def check_has_memory(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose content is several tensors: it has no memory of its own, only theirs.
+
+    Raises:
+        UnsupportedError: It is of such a class, as torchao's; ``name`` is named.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"{name!r} is a {type(tensor).__name__}: its content is several tensors, as torchao quantizes. Only weights of one "
+            f"tensor are offloaded and exported. Load the model without quantization, or with layers of bitsandbytes."
+        )

@@ -4,8 +4,10 @@ notebook.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -114,6 +116,17 @@ def test_cli_config_trains(config: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)
     assert checkpoint["global_step"] == 2
     assert checkpoint["optimizer_states"][0]["state"]
+
+
+@pytest.mark.parametrize("recipe", ["SmolLM2", "LoraSmolLM2"])
+def test_checkpoints_name_the_arguments_of_the_module(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI makes the module of a `--ckpt_path` from them, and refuses others."""
+    pytest.importorskip("peft", reason="the example makes adapters with PEFT")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module_class = getattr(importlib.import_module({"SmolLM2": "smollm2"}.get(recipe, "lora_smollm2")), recipe)
+    module = module_class(**{"size": "tiny"} | ({"base": "base"} if recipe == "LoraSmolLM2" else {}))
+    assert set(module.hparams) == set(inspect.signature(module_class).parameters)
 
 
 NOTEBOOKS = sorted(path.stem for path in EXAMPLES.glob("*.ipynb"))

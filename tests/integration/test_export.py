@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hetero import export_weights
 from lightning_hetero.convert.exporting import import_weights, weights_of
 from lightning_hetero.convert.safetensors import WeightFiles
-from lightning_hetero.errors import ConfigError, StoreCorruptError
+from lightning_hetero.errors import ConfigError, StoreCorruptError, UnsupportedError
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
@@ -200,3 +201,13 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
         import_weights(directory, tmp_path / "x.ckpt", ties={"lm_head.weight": "model.norm.weight"})
     with pytest.raises(ConfigError, match=r"ends in \.ckpt"):
         import_weights(directory, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("destination", ["out", "out.ckpt"])
+def test_weights_of_several_tensors_are_refused_by_name(destination: str, tmp_path: Path) -> None:
+    """They have no address; torchao's quantized weights are such."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"'0.weight' is a TwoTensor: its content is several tensors"):
+        export_weights(model, tmp_path / destination)
+    assert not (tmp_path / destination).exists()
