@@ -59,7 +59,7 @@ class Call:
     def __post_init__(self) -> None:
         self.out: Path = self.args.out.resolve()
         self.out.mkdir(parents=True, exist_ok=True)
-        if self.args.before is not None:
+        if self.args.before is not None and self.args.before.resolve() != self.out:
             for file in (file for pattern in KEPT for file in self.args.before.glob(pattern)):
                 shutil.copy(file, self.out / file.name)
         file = self.out / "result.json"
