@@ -97,6 +97,7 @@ _STREAMS, _RUNTIME = LANES[0], "lightning_hetero.runtime."
 _DRAIN, _LEFT = "self.lanes.drain()", "[*needs, *self.left]"
 _NEXT = "self._next_origin is not None and self._next_origin.query()"
 _MOMENT, _KEEP = "stream.wait_event(moment)", "queued.keep += (*targets, *sources)"
+_HELD = "event.keep = [t for t in event.keep if t.is_cpu]"
 _MARK, _CATCH_UP = "return _Mark(self._record(self._compute_stream()))", "self._record(self._compute_stream()).synchronize()"
 LISTED = tuple(
     Break(name, module, function, old, new)
@@ -105,6 +106,7 @@ LISTED = tuple(
         (_STREAMS, "compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
         (_STREAMS, "memory is taken before another stream gives it back", "_StreamArena._wait", _MOMENT, "pass"),
         (_STREAMS, "a copy keeps nothing alive for its stream", "StreamLanes.copies", _KEEP, "pass"),
+        (_STREAMS, "compute's wait frees the host's memory too", "StreamLanes.compute_waits", _HELD, "event.keep = []"),
         (_STREAMS, "host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
         (_STREAMS, "a mark passes at once", "StreamLanes.mark", _MARK, f"return {_ALL}(())"),
         (_STREAMS, "catching up does nothing", "StreamLanes.catch_up", _CATCH_UP, "pass"),

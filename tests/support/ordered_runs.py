@@ -215,6 +215,18 @@ def a_host_op_behind_compute() -> None:
         lanes.drain()
 
 
+def a_source_that_only_its_copy_holds() -> None:
+    """Compute waits for a copy; the host's memory lives until the copy has ended all the same."""
+    with checked_lanes() as (lanes, _):
+        source, target = torch.ones(512), lanes.memory().take(2048, "weights").view(torch.float32)
+        sources = [source]
+        copied = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(target, sources.pop())), [lanes.mark()])
+        del source
+        lanes.compute_waits([copied])
+        target.add_(1)
+        lanes.drain()
+
+
 def another_origin() -> None:
     """Times count from a later origin as soon as compute's stream has come to it."""
     with checked_lanes() as (lanes, _), pytest.MonkeyPatch.context() as patch:
@@ -228,7 +240,7 @@ def another_origin() -> None:
 
 SCENES: tuple[Callable[[], None], ...] = (
     from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions, through_ops_without_work, a_host_op_behind_compute,
-    another_origin,
+    a_source_that_only_its_copy_holds, another_origin,
 )  # fmt: skip
 
 
