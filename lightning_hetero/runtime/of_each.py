@@ -25,11 +25,17 @@ def of_each(collectives: Collectives | None, decide: Callable[[], _Found]) -> li
     found, raised, refusal = list[_Found](), None, ("", "")
     try:
         found.append(decide())
-    except HeteroError as error:
-        raised, refusal = error, (type(error).__name__, str(error))
+    except Exception as error:
+        raised, refusal = error, _told(error, collectives.rank)
     told = collectives.tell_all((found, refusal))
     if raised is not None:
         raise raised
     for kind, text in (refused for _, refused in told if refused[0]):
-        raise getattr(errors, kind, HeteroError)(text)
+        raise getattr(errors, kind)(text)
     return [value for values, _ in told for value in values]
+
+
+def _told(error: Exception, rank: int) -> tuple[str, str]:
+    """The public class of an error, and its text, with the rank if it is not of this library."""
+    name = next(kind.__name__ for kind in (*type(error).__mro__, HeteroError) if vars(errors).get(kind.__name__) is kind)
+    return name, str(error) if isinstance(error, HeteroError) else f"rank {rank} has failed: {type(error).__name__}: {error}"

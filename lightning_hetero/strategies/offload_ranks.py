@@ -215,6 +215,8 @@ class HeteroOffloadRanks(_Base):
         file, collectives = None if self.session is None else self.session.file, self.run.options.collectives
         if file is not None and collectives is not None and not collectives.has_failed:
             file.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
+            if not (first := file.noted()).startswith(f"rank {collectives.rank} "):  # one of Lightning's collectives failed
+                exception.add_note(f"{first.rstrip('.')}. Start all ranks again; their logs say which was the first.")
         Offloading.on_exception(self, exception)  # teardown must not rely on the engine
         if collectives is not None:
             collectives.close()

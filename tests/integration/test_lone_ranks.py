@@ -10,6 +10,9 @@ SCRIPT = Path(ranks.__file__).with_name("lone_ranks.py")
 
 def test_a_rank_that_fails_alone_ends_the_other_while_it_lives(tmp_path_factory):
     report = report_of(str(SCRIPT), tmp_path_factory)
+    other, lone = report.pop("on_validation_batch_end")
+    assert lone == "OnlyOne: a reason of its own"
+    assert "\nrank 1 has ended with OnlyOne: a reason of its own. Start all ranks again" in other, other
     assert set(report) == {"training_step", "optimizer_step", "on_train_batch_start", "on_before_zero_grad"}
     for case, (other, lone) in report.items():
         assert lone == "OnlyOne: a reason of its own", case

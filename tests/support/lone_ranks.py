@@ -23,6 +23,7 @@ from support.shared_stores import run
 
 LONE, AT, PATIENCE_S = 1, 2, 10.0  # which rank fails, and in which batch
 HOOKS = ("on_train_batch_start", "on_before_zero_grad")
+ENDS = "on_validation_batch_end"  # the process ends, too: the others wait in one of Lightning's collectives
 
 
 class OnlyOne(Exception):
@@ -53,8 +54,9 @@ class Fails(pl.Callback):
     """Fails on one rank, at a hook."""
 
     def __init__(self, hook: str) -> None:
-        def fail(trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == AT and shared_model.RANK == LONE:
+        def fail(trainer: pl.Trainer, module: Any, *of: Any) -> None:
+            last = (trainer.global_step, of[-1] + 1) == (shared_model.STEPS, shared_model.STEPS) if hook == ENDS else False
+            if (last or (trainer.global_step == AT and hook != ENDS)) and shared_model.RANK == LONE:
                 raise OnlyOne("a reason of its own")
 
         setattr(self, hook, fail)
@@ -65,17 +67,19 @@ def rank_of(case: str, out: Path, rank: int) -> None:
     torch.manual_seed(5)
     model = Model()
     model.fails = case
-    hooks = [Fails(case)] if case in HOOKS else []
+    hooks = [Fails(case)] if case in (*HOOKS, ENDS) else []
     plan = "auto" if case == "optimizer_step" else "host"  # a batch that is measured ends with a decision of all ranks
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1)
     text = "has no error"
     try:
-        shared_model.trainer(out, strategy, callbacks=hooks).fit(model, shared_model.batches())
+        shared_model.trainer(out, strategy, callbacks=hooks, num_sanity_val_steps=0).fit(model, *[shared_model.batches()] * 2)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     file = out / f"end-{rank}"
     file.with_suffix(".part").write_text(text)
     file.with_suffix(".part").rename(file)
+    if case == ENDS:
+        return
     ends = time.monotonic() + PATIENCE_S
     while not (out / f"end-{1 - rank}").exists():
         assert time.monotonic() < ends, f"{case}: the other rank waits"
@@ -85,7 +89,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    for case in ("training_step", "optimizer_step", *HOOKS):
+    for case in ("training_step", "optimizer_step", *HOOKS, ENDS):
         out = root / case
         out.mkdir()
         assert run(2, partial(rank_of, case, out)) == [0, 0]

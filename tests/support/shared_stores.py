@@ -318,7 +318,8 @@ def is_read_by_the_command(out: Path, first: Path) -> bool:
     damaged = out / "damaged"
     shutil.copytree(out / "store", damaged)
     statuses = run(2, lambda rank: train(out, rank, "disk", resume=True, steps=3, place="damaged"))
-    same &= all(statuses) and "is a copy of" in FAILED.with_name(f"{FAILED.name}-1").read_text()
+    why = FAILED.with_name(f"{FAILED.name}-1").read_text()
+    same &= all(statuses) and "is a copy of" in why and f"pass ckpt_path={str((out / 'store').absolute())!r} and" in why
     for slot in damaged.glob("rank-1-of-3/block-*"):
         slot.write_bytes(slot.read_bytes()[:-1])
     same &= any("rank-1-of-3: " in fault for fault in verify._stores(damaged).faults)

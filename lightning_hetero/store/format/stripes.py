@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError
-from lightning_hetero.store.format.manifest import MANIFEST, lock_manifest, manifest_at, put_manifest
+from lightning_hetero.store.format.manifest import MANIFEST, lock_manifest, manifest_at, member_of, put_manifest
 
 _STRIPE = re.compile(r"stripe-[0-9a-f]{32}")
 _INSIDE = re.compile(r"\.?(kept-[0-9]+|saving-[0-9a-f]{8})(\.[0-9a-f]{8}\.partial)?")
@@ -57,9 +57,10 @@ def check_is_no_copy(path: Path, manifest: Mapping[str, Any]) -> None:
         ConfigError: The directory is a copy, and the original is still there.
     """
     if (stripes := stripes_in(path, manifest)) and (original := _original(path, manifest)) is not None:
+        kept = original if member_of(path, manifest).ranks == 1 else original.parent  # which a resume takes
         raise ConfigError(
             f"{str(path)!r} is a copy of {str(original)!r}, whose blocks are also on other disks ({str(stripes[0])!r}): both would "
-            f"write there. To have a copy, pass ckpt_path={str(original)!r} and new directories as disk_path: the last step is "
+            f"write there. To have a copy, pass ckpt_path={str(kept)!r} and new directories as disk_path: the last step is "
             f"copied. If the original is to go, remove its file {MANIFEST}."
         )
 
