@@ -147,7 +147,7 @@ def offloaded(baton: Baton, args: argparse.Namespace, plan: str | Path, layers: 
         def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
             session: Any = strategy.session
             found["lanes_peak_bytes"] = session.executor.lanes.memory().peak_bytes
-            found.update(traced(strategy.trace))
+            found.update(traced(strategy.run.trace))
 
     trainer.callbacks.append(Notes())
     fit(trainer, GPT2(replace(args.size, layers=layers), meta=True), batch=args.batch, length=args.seq)

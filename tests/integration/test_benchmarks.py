@@ -10,15 +10,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gpu_peers
+import gpu_step
 import prediction
 import pytest
 import scratch
+import torch
 from contestants import Baton, Contestant
+from gpt2 import GPT2, SIZES
 from larger_than_ram import check_space
 from scratch import Log
 from sharding import shortest_steps
 from support.machines import HARDWARE
 from support.scripts import output_of, result_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_hetero
 from lightning_hetero.ir.hardware import HardwareProfile
@@ -298,6 +304,37 @@ def test_gpu_step_trains_with_a_plan_that_was_made_elsewhere(tmp_path: Path) -> 
     assert result["bars"]["auto_vs_fsdp2"]["reached"] == (again["auto_vs_fsdp2"] >= 1.5)
     assert result["bars"]["overhead"] == {"bar": 1.02, "value": None, "reached": None}
     assert list(directory.iterdir()) == []
+
+
+def test_gpu_step_counts_the_matrix_products_of_forward_and_backward() -> None:
+    size, batch, length = SIZES["tiny"], 2, 16
+    module = GPT2(size)
+    module.configure_model()
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        module.training_step(torch.zeros(batch, length + 1, dtype=torch.long), 0).backward()
+    masked = 6 * batch * length * size.layers * size.width * length  # torch counts the half that is masked, too
+    counts = gpu_step.flops_per_step(argparse.Namespace(size=size, batch=batch, seq=length))
+    assert counts == counted.get_total_flops() - masked
+
+
+def test_the_peak_of_gpu_step_has_updates_by_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: Any, name: str, target: Any, *arguments: Any) -> dict[str, Any]:
+        assert (target, arguments[2]) == (gpu_step.plain, GPT2)
+        return {"seconds_per_step": 1.0 + 0.5 * arguments[1]}
+
+    monkeypatch.setattr(gpu_step, "run", run)
+    assert gpu_step.peak_s(argparse.Namespace(size=SIZES["gpt-1.3b"])) == 1 + 0.5 * 24
+    module = GPT2(SIZES["tiny"])
+    module.configure_model()
+    optimizer = module.configure_optimizers()
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["fused"]
+
+
+def test_contestants_on_a_gpu_say_how_often_its_allocator_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 512)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": 3})
+    assert gpu_peers.memory(argparse.Namespace(device="cuda")) == {"device_peak_bytes": 512, "allocator_retries": 3}
 
 
 def test_virtual_cluster_measures_each_plan_beside_its_prediction(tmp_path: Path) -> None:
