@@ -245,7 +245,7 @@ class _Source:
             why = "which the model does not have" if not found else f"which may be {found[0]!r} or {found[1]!r}"
             raise ConfigError(
                 f"the adapter is for {name!r}, {why}. Give the weights that it was trained for, all of them, and with module= the "
-                f"model that was wrapped."
+                f"model that was wrapped. If it is a head that is tied to the embedding, merge in memory, with merge_and_unload()."
             )
         return found[0]
 

@@ -313,6 +313,15 @@ def test_a_copy_of_a_tied_weight_is_no_longer_tied(saved: list[str], tmp_path: P
     same(tmp_path / "of file", expected)
 
 
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_an_adapter_on_a_tied_head_is_refused_with_the_remedy(in_memory: bool, tmp_path: Path) -> None:
+    directory = llama.save(tmp_path / "weights", tied=True)
+    model = peft.get_peft_model(llama.LlamaForCausalLM.from_pretrained(directory), lora(target_modules=["lm_head"]))
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"for 'lm_head.*', which the model does not have.*tied to the embedding.*merge_and_unl"):
+        export_weights(model if in_memory else directory, tmp_path / "out", merge=in_memory or tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("change", ["width", "rank"])
 def test_an_adapter_of_other_shapes_is_refused_by_name(change: str, tmp_path: Path) -> None:
     directory = llama.save(tmp_path / "weights")

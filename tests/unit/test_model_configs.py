@@ -420,9 +420,13 @@ def test_an_unknown_architecture_without_transformers_names_it(tmp_path: Path, m
         presets.from_config(tmp_path, Tuning(), batch=1, sequence=8, hardware=HARDWARE)
 
 
-def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "tomorrows"}))
-    with pytest.raises(ConfigError, match=r"transformers [\d.]+ cannot build model_type='tomorrows'"):
+@pytest.mark.parametrize("own_code", [False, True])
+def test_an_architecture_that_nobody_knows_is_refused_in_few_words(own_code: bool, tmp_path: Path) -> None:
+    config = {"model_type": "tomorrows"} | ({"auto_map": {"AutoConfig": "tomorrows.Config"}} if own_code else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = r"Code that the folder has for it \(auto_map\) is not run\. " if own_code else ""
+    words = rf"transformers [\d.]+ cannot build model_type='tomorrows' .{{,120}}\. {own}Install a version.*--model-profile\.$"
+    with pytest.raises(ConfigError, match=words):
         presets.from_config(tmp_path, Tuning(), batch=1, sequence=8, hardware=HARDWARE)
 
 

@@ -73,9 +73,11 @@ def _built(config: Config) -> _Built:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
     except Exception as error:  # whatever a class raises for settings that it does not take
+        reason = str(error).partition(". ")[0].rstrip(".")  # a list of all models follows
+        code = " Code that the folder has for it (auto_map) is not run." if "auto_map" in values else ""
         raise ConfigError(
             f"{where}: transformers {transformers.__version__} cannot build model_type={kind!r} as a causal language model: "
-            f"{error}. Install a version that knows it, or measure the model and give --model-profile."
+            f"{reason}.{code} Install a version that knows it, or measure the model and give --model-profile."
         ) from error
     text = settings.get_text_config()
     return _Built(
