@@ -68,7 +68,9 @@ class DeviceMemoryError(OutOfMemoryBudgetError):
         capacity_bytes: The capacity of the memory.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, largest_gap_bytes: int, capacity_bytes: int) -> None:
+    def __init__(
+        self, message: str, *, needed_bytes: int = 0, free_bytes: int = 0, largest_gap_bytes: int = 0, capacity_bytes: int = 0
+    ) -> None:
         super().__init__(message, needed_bytes, "device")
         self.free_bytes = free_bytes
         self.largest_gap_bytes = largest_gap_bytes

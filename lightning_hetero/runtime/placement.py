@@ -197,11 +197,11 @@ class Placer:
         if Rule.WHOLE in by:
             rules = replace(rules, deferred=rules.deferred or "the optimizer updates all its parameters at once")
         rules = replace(rules, keep_gradients=rules.keep_gradients or bool(rules.deferred))
-        self._check_device(plan)
         rules = replace(rules, speculates=rules.speculates and self._may_speculate(plan, by))
         budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
         if self._options.collectives is not None:  # free memory differs from one moment to the next
             budget = int(min(share for (share,) in self._options.collectives.agree([budget])))
+        self._check_device(plan)  # ranks that are refused, and ranks that are not, have agreed before
         needs = self.needs(plan, rules)
         if rules.speculates and self.least_bytes(plan, needs) > budget:  # speculation needs copies of weights until the verdict
             rules = replace(rules, speculates=False)

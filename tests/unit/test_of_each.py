@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from lightning_hetero import errors
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError
+from lightning_hetero.errors import ConfigError, DeviceMemoryError, HeteroError, OutOfDiskError
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.of_each import of_each
 
@@ -54,6 +54,7 @@ def test_all_get_what_each_has_found() -> None:
     [
         (OutOfDiskError("full"), OutOfDiskError, "full"),
         (_PrivateError("no"), ConfigError, "no"),
+        (DeviceMemoryError("full", needed_bytes=2), DeviceMemoryError, "full"),
         (PermissionError(13, "denied"), HeteroError, "rank 1 has failed: PermissionError: [Errno 13] denied"),
         (MemoryError(), HeteroError, "rank 1 has failed: MemoryError: "),
     ],
