@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.checkpoint.files import PIECE_BYTES, Place
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError
 from lightning_hetero.store.raw_memory import memory_of, own_memory
+from lightning_hetero.store.volume import Volume, disk_error
+from lightning_hetero.units import format_bytes
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
@@ -308,12 +310,19 @@ def write_directory(
 
     Raises:
         ConfigError: There are weights in the directory, or a dtype is not in the format.
-        OSError: A file cannot be written; none is left half written.
+        OutOfDiskError: The disk has too little room.
+        StoreError: A file cannot be written; none is left half written.
     """
     directory = Place.of(directory)
     directory.make_directory()
     if there := [*directory.names(".safetensors"), *directory.names(INDEX)]:
         raise ConfigError(f"{str(directory)!r} already holds {there[0]}. Choose another directory, or remove it.")
+    needed, free = sum(t.num_bytes for t in tensors), math.inf if directory.local is None else Volume.of(directory.local).free_bytes
+    if needed > free:
+        raise OutOfDiskError(
+            f"the weights for {str(directory)!r} take {format_bytes(needed)}, and the disk has {format_bytes(int(free))} free. "
+            f"Make room there, or write to another place."
+        )
     shards: list[list[TensorToWrite]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(t.num_bytes for t in shards[-1]) + tensor.num_bytes > max_shard_bytes:
@@ -339,7 +348,8 @@ def write_file(path: str | os.PathLike[str] | Place, tensors: Iterable[TensorToW
 
     Raises:
         ConfigError: A dtype is not in the format.
-        OSError: It cannot be written.
+        OutOfDiskError: The disk is full.
+        StoreError: It cannot be written.
     """
     ordered = sorted(tensors, key=lambda t: -t.dtype.itemsize)  # stable; the widest dtype first, so that all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -353,12 +363,19 @@ def write_file(path: str | os.PathLike[str] | Place, tensors: Iterable[TensorToW
         header[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with Place.of(path).appears_whole() as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in ordered:
-            content = tensor.read()
-            assert content.shape == tensor.shape, tensor.name
-            content = content.detach().to(tensor.dtype).contiguous()
-            if content.numel():
-                file.write(memory_of(content))
-            del content  # before the next one is read
+    try:
+        with Place.of(path).appears_whole() as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in ordered:
+                content = tensor.read()
+                assert content.shape == tensor.shape, tensor.name
+                content = content.detach().to(tensor.dtype).contiguous()
+                if content.numel():
+                    file.write(memory_of(content))
+                del content  # before the next one is read
+    except OSError as error:
+        if isinstance(error, HeteroError):
+            raise
+        raise disk_error(
+            error, f"{str(path)!r} of {format_bytes(end)} cannot be written: {error}. Make room there, or write to another place."
+        ) from error

@@ -4,8 +4,10 @@ a time.
 
 from __future__ import annotations
 
+import resource
 from argparse import Namespace
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lightning_hetero import export_weights
 from lightning_hetero.convert.exporting import import_weights, weights_of
 from lightning_hetero.convert.safetensors import WeightFiles
-from lightning_hetero.errors import ConfigError, StoreCorruptError, UnsupportedError
+from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreCorruptError, StoreError, UnsupportedError
 from lightning_hetero.store.format.audit import StoreFiles
+from lightning_hetero.store.volume import Volume
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -176,6 +179,22 @@ def test_one_tensor_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 # ---- refusals ------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_before_and_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, before = LitModel(Recipe()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(StoreError, match=r"out/model.safetensors' of .*KiB cannot be written: .*too large.*Make room"):
+            export_weights(module, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*(tmp_path / "out").iterdir()] == []
+    small = replace(Volume.of(tmp_path), free_bytes=4096)
+    monkeypatch.setattr(Volume, "of", lambda _: small)
+    with pytest.raises(OutOfDiskError, match=r"out' take .*KiB, and the disk has 4.0 KiB free. Make room"):
+        export_weights(module, tmp_path / "out")
+    assert [*(tmp_path / "out").iterdir()] == []
 
 
 def test_a_checkpoint_that_needs_execution_is_refused(tmp_path: Path) -> None:
