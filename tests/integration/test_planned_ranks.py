@@ -14,6 +14,7 @@ SCRIPT = Path(ranks.__file__).with_name("planned_ranks.py")
 def test_ranks_plan_alike_and_train_as_one_process(tmp_path: Path, world: int) -> None:
     scenarios = ["plans_alike", "asks_alone", "moves_blocks", "measures_the_machine"]
     if world == 2:
-        scenarios += ["refuses_a_machine_of_another_number", "refuses_a_budget_by_what_all_need", "refuses_other_plans"]
+        scenarios += ["refuses_a_machine_of_another_number", "refuses_a_machine_that_some_ranks_have"]
+        scenarios += ["refuses_a_budget_by_what_all_need", "refuses_other_plans"]
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=world)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * world

@@ -22,7 +22,7 @@ from support.resuming import Model, after, fit, train
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.cli.contents import contents_of
 from lightning_hetero.cli.verify import run as verify
-from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreCorruptError, StoreError
+from lightning_hetero.errors import ConfigError, HeteroError, OutOfDiskError, StoreBusyError, StoreCorruptError, StoreError
 from lightning_hetero.profiling import disks as measured
 from lightning_hetero.store.format import stripes
 from lightning_hetero.store.format.audit import StoreFiles
@@ -95,17 +95,29 @@ def test_directories_may_be_mounted_elsewhere_and_in_another_order(disks: list[P
     assert not verify(disks[0], as_json=True)
 
 
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (
+            OSError(errno.EROFS, os.strerror(errno.EROFS)),
+            StoreError,
+            r"blocks in .*ssd1.*are in .*moved.* now.*Read-only.*Make the directory writable",
+        ),
+        (StoreBusyError("in use by process 7"), StoreBusyError, "^in use by process 7$"),
+    ],
+    ids=["read-only", "busy"],
+)
 def test_a_store_that_cannot_say_where_its_disks_are_now_is_named(
-    disks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raised: OSError, error: type[StoreError], words: str, disks: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_only(*args: Any, **options: Any) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def fails(*args: Any, **options: Any) -> int:
+        raise raised
 
     train(tmp_path, striped(disks), RECIPE, stop=STOP)
     shutil.move(disks[1].parent, tmp_path / "moved")
-    monkeypatch.setattr(stripes, "put_manifest", read_only)
+    monkeypatch.setattr(stripes, "put_manifest", fails)
     now = [disks[0], disks[2], tmp_path / "moved" / "run"]
-    with pytest.raises(StoreError, match=r"blocks in .*ssd1.*are in .*moved.* now.*Read-only.*Make the directory writable"):
+    with pytest.raises(error, match=words):
         train(tmp_path, striped(now), RECIPE, store=disks[0])
 
 

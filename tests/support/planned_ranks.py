@@ -165,6 +165,15 @@ def refuses_a_budget_by_what_all_need(out: Path) -> None:
     trainer(out, strategy(host_memory=f"{found[1]}KiB"), max_steps=1).fit(model(), batches())
 
 
+def refuses_a_machine_that_some_ranks_have(out: Path) -> None:
+    """Ranks that were given no profile would measure, and wait for the others."""
+    with (
+        mock.patch.object(machine_profile, "ENVIRONMENT", "NO_PROFILE"),
+        pytest.raises(ConfigError, match="no hardware profile was given on ranks 1, but one on the others"),
+    ):
+        trainer(out, strategy(hardware_profile=None if RANK else MACHINE), max_epochs=2).fit(model(), batches())
+
+
 def refuses_other_plans(out: Path) -> None:
     """Ranks that were given different plans say where these differ, before anything trains."""
     rows = (BlockPlan(name="layers.2", weights=Tier.DEVICE if RANK else Tier.HOST), BlockPlan(name="*"))

@@ -106,6 +106,8 @@ def find_stripes(path: Path, further: Sequence[Path]) -> None:
             if (locked := lock_manifest(path, directory_fd)) is not None:
                 opened.callback(os.close, locked)
             opened.callback(os.close, put_manifest(path, directory_fd, moved, replace=True))
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(
             f"store {str(path)!r} has blocks in {[*map(str, recorded)]}, which are in {[*map(str, found)]} now, and its manifest "
