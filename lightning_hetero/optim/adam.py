@@ -24,6 +24,8 @@ MASTER = "master_param"
 
 MASTERED = (torch.bfloat16, torch.float16)  # dtypes of weights with an fp32 master
 _PLAIN = {"amsgrad": False, "capturable": False, "differentiable": False}
+SUPPORTED = "torch.optim.Adam or AdamW without amsgrad, capturable and differentiable, on weights of at most 32 bits"
+"""What :func:`supports` holds for, in words."""
 
 
 def state_names(dtype: torch.dtype) -> tuple[str, ...]:
@@ -38,8 +40,8 @@ def supports(optimizer: Optimizer) -> bool:
     for group in optimizer.param_groups:
         if any(group.get(k, v) != v for k, v in _PLAIN.items()):
             return False
-        numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        if not all(isinstance(x, (int, float)) for x in numbers):
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        if not (isinstance(group["lr"], int | float | Tensor) and all(isinstance(x, int | float) for x in numbers)):
             return False
         if any(p.dtype not in DTYPES for p in group["params"]):
             return False
@@ -49,6 +51,12 @@ def supports(optimizer: Optimizer) -> bool:
 def is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether weight decay acts on the weights (AdamW) rather than on the gradient."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def with_numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with the learning rate as a number, if it is a tensor."""
+    lr = group["lr"]
+    return {**group, "lr": float(lr)} if isinstance(lr, Tensor) else group
 
 
 def hyper(optimizer: Optimizer, group: dict[str, Any], step: float) -> Hyper:

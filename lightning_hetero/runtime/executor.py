@@ -355,6 +355,7 @@ class Executor:
         self.backward_ends()
         if changed := self.updater.early.changed(binding):
             self.changed_early(changed)
+            self.updater.read_anew()
         if self.speculation.trying:
             self.speculation.notice_changes()
         self._handed_over = True

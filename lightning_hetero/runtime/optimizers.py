@@ -239,7 +239,7 @@ class OptimizerBinding:
         if (self.rule is Rule.NATIVE) != ("steps" in books):
             ways = ("by its own code", "natively") if "steps" in books else ("natively", "by its own code")
             raise ConfigError(
-                f"{name} runs {ways[0]} with its options, such as amsgrad or a tensor as learning rate, and the store's ran "
+                f"{name} runs {ways[0]} with its options, such as amsgrad, and the store's ran "
                 f"{ways[1]}. Resume with the options that training began with."
             )
         if sizes != books["sizes"]:
@@ -278,8 +278,12 @@ class OptimizerBinding:
                 self.optimizer.state[param] = state
 
     def groups(self) -> dict[int, Options]:
-        """Each parameter's group, by ``id``; read every step because schedulers change groups."""
-        return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        """Each parameter's group, by ``id``; read every step because schedulers change groups.
+
+        A learning rate may be a tensor, which is read once: the host waits for a device with it.
+        """
+        groups = [adam.with_numbers(group) for group in self.optimizer.param_groups]
+        return {id(p): group for group in groups for p in group["params"]}
 
     def params(self) -> list[nn.Parameter]:
         """The optimizer's parameters, in the order of its state dict."""

@@ -300,7 +300,7 @@ class Placer:
             if self._ranks > 1 and foreign and Tier.DISK in (placed.weights, placed.state):
                 raise UnsupportedError(
                     f"plan {plan.name!r} places block {block.name!r} on disk, but optimizer {type(foreign[0].optimizer).__name__} "
-                    f'updates slices by its own code, in memory. Use plan="host", or torch.optim.Adam or AdamW without amsgrad.'
+                    f'updates slices by its own code, in memory. Use plan="host", or {adam.SUPPORTED}.'
                 )
             if not self.runs.allows(placed, trained=bool(owners)):
                 raise UnsupportedError(
@@ -313,7 +313,7 @@ class Placer:
                 raise UnsupportedError(
                     f"plan {plan.name!r} has update='device' for block {block.name!r}, but optimizer "
                     f'{type(foreign[0].optimizer).__name__} updates slices by its own code, on the CPU. Use plan="host", or '
-                    f"torch.optim.Adam or AdamW without amsgrad, on weights of at most 32 bits."
+                    f"{adam.SUPPORTED}."
                 )
             there = (placed.weights, placed.state, placed.update) == (Tier.DEVICE, Tier.DEVICE, UpdateLane.DEVICE)
             if self._ranks == 1 and foreign and self.device_memory is not None and not there:
@@ -322,7 +322,7 @@ class Placer:
                     f"plan {plan.name!r} has weights={placed.weights.value!r}, state={placed.state.value!r}, "
                     f"update={placed.update.value!r} for block {block.name!r}, but optimizer {name} updates it by its own code, on "
                     f"the device. Allowed with it: weights, state and update on 'device'. Use plan=\"resident\", or "
-                    f"torch.optim.Adam or AdamW without amsgrad, on weights of at most 32 bits."
+                    f"{adam.SUPPORTED}."
                 )
             whole = [b for b in owners if b.capability is Rule.WHOLE]
             if whole and Tier.DISK in (placed.state, placed.weights):

@@ -105,10 +105,15 @@ class Updater:
         """Begins a step. Hyper-parameters may have changed since the last one."""
         self.verdict: OptimizerBinding | None = None  # the optimizer whose ``step`` is under way
         self.scale = 1.0  # gradients are multiplied by it first
-        self._groups: dict[int, dict[str, object]] = {}
+        self.read_anew()
         self._updated = set()
         self._taken.clear()  # of a backward that failed
         self.early = ReadEarly()
+
+    def read_anew(self) -> None:
+        """Hyper-parameters have changed since they were read last, or may have."""
+        self._groups: dict[int, dict[str, object]] = {}
+        self._known: dict[tuple[int, float], Hyper] = {}  # by the group's ``id`` and the count of steps
 
     def has_work(self, block: Block, binding: OptimizerBinding) -> bool:
         """Whether an update of the block for this optimizer is due."""
@@ -206,7 +211,7 @@ class Updater:
             self._groups = groups = self._groups or binding.groups()
             if work.new:
                 binding.renew(part, work.new)
-            known: dict[tuple[int, float], Hyper] = {}
+            known = self._known
             for param_key, step in zip(keys, binding.advance(part, indices, work.steps), strict=True):
                 group = groups[param_key]
                 key = id(group), step

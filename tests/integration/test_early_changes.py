@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +115,11 @@ class Late(LitModel):
         return loss
 
 
-def fit(folder: Path, strategy: Any, change: Callable[[torch.optim.Optimizer, Any], None], **options: Any) -> Any:
+def fit(
+    folder: Path, strategy: Any, change: Callable[[torch.optim.Optimizer, Any], None], recipe: Recipe = RECIPE, **options: Any
+) -> Any:
     torch.manual_seed(7)
-    module = Late(RECIPE)
+    module = Late(recipe)
     module.change = change
     trainer = quiet_trainer(strategy=strategy, max_steps=3, limit_val_batches=0, default_root_dir=folder, **options)
     trainer.fit(module, data())
@@ -131,9 +135,12 @@ def test_a_tensor_hook_that_comes_too_late_is_noticed(
         fit(tmp_path, HeteroOffloadStrategy(**plans(tmp_path)[where]), change)
 
 
-def test_updates_that_may_be_taken_back_run_again_with_the_new_rate(tmp_path: Path) -> None:
-    expected = fit(tmp_path, "auto", rate, gradient_clip_val=1e6)
-    found = fit(tmp_path, HeteroOffloadStrategy(plan="disk", disk_path=tmp_path / "store"), rate, gradient_clip_val=1e6)
+@pytest.mark.parametrize(("change", "lr"), [(rate, 3e-3), (rate_in_place, torch.tensor(3e-3))], ids=["number", "tensor"])
+def test_updates_that_may_be_taken_back_run_again_with_the_new_rate(change: Any, lr: Any, tmp_path: Path) -> None:
+    """So do those that wait for the step anyway."""
+    recipe = replace(RECIPE, optimizer=lambda groups: torch.optim.AdamW(groups, lr=deepcopy(lr), fused=True))
+    expected = fit(tmp_path, "auto", change, recipe, gradient_clip_val=1e6)
+    found = fit(tmp_path, HeteroOffloadStrategy(plan="disk", disk_path=tmp_path / "store"), change, recipe, gradient_clip_val=1e6)
     assert_same(expected, found)
 
 

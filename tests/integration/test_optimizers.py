@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_hetero import Tier
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import TRAINED
+from lightning_hetero.optim import adam
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 KINDS = ["host", "disk", "tight"]
@@ -39,20 +40,30 @@ OPTIMIZERS = {
     "Adamax": partial(torch.optim.Adamax, lr=2e-3),
     "AMSGrad": partial(torch.optim.AdamW, lr=2e-3, amsgrad=True),
     "Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
-    "AdamW_with_tensor_lr": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(2e-3), fused=True),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizers_of_torch(kind: str, name: str, tmp_path: Path) -> None:
-    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=name != "AdamW_with_tensor_lr", clip=0.5)
+    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=True, clip=0.5)
     assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path))
 
 
-@pytest.mark.parametrize("name", ["AMSGrad", "Adafactor", "AdamW_with_tensor_lr"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", ["host", "disk", "device", "device_resident"])
+def test_a_tensor_as_learning_rate_is_read_at_each_step(kind: str, clip: float | None, tmp_path: Path) -> None:
+    """A scheduler changes it in place."""
+    recipe = Recipe(
+        shape=SHAPE, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(2e-3), fused=True), schedule="step",
+        clip=clip,
+    )  # fmt: skip
+    assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["AMSGrad", "Adafactor"])
 def test_optimizers_that_run_by_their_own_code_on_a_device(name: str, tmp_path: Path) -> None:
-    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=name != "AdamW_with_tensor_lr", clip=0.5, steps=6)
+    recipe = Recipe(shape=SHAPE, optimizer=OPTIMIZERS[name], groups=True, clip=0.5, steps=6)
     train = partial(run, recipe, tmp_path=tmp_path)
     planned = on_device("auto")
     expected = train("auto")
@@ -60,7 +71,7 @@ def test_optimizers_that_run_by_their_own_code_on_a_device(name: str, tmp_path: 
     assert_same(train(planned), expected)
     assert planned.plan.name == "resident"
     for plan in ("host", "disk", SPREAD):
-        with pytest.raises(UnsupportedError, match=r'by its own code, on the device.*Use plan="resident"'):
+        with pytest.raises(UnsupportedError, match=rf'by its own code, on the device.*Use plan="resident", or {adam.SUPPORTED}'):
             train(on_device(plan))
 
 
