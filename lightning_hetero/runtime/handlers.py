@@ -396,8 +396,7 @@ class Handlers:
             return None
         if block.index in self._residency.casts.blocks:
             self._residency.parameters.keep_casts(block, trained=True)
-        if not early or block.spec.pinned:  # other blocks were in use until now
-            self._residency.before_update(block)
+        self._residency.before_update(block)
         work = updater.work(block, binding)
         if side is not None and any(one.new for one in work):
             self._lanes.drain()

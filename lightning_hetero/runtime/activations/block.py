@@ -222,6 +222,8 @@ class BlockActivations:
     def enter(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """A forward begins; the block's parameters are where they will be during it."""
         running = self._model.running
+        if self._is_idle and not running:
+            return
         around = next((use for _, use in reversed(running) if isinstance(use, Rerunning)), None)
         use: Use | Inner | None = None
         if around is not None:

@@ -80,6 +80,7 @@ class DeviceUpdates:
         self._states: dict[Part, _State] = {}
         self._slices: dict[Part, _Slices] = {}
         self._returning: dict[Part, Event] = {}  # the last SWAP_OUT of borrowed state
+        self._count: tuple[float, Tensor] | None = None  # of steps, and on the device
 
     # ---- a session's begin and end ---------------------------------------------------------------
 
@@ -229,9 +230,10 @@ class DeviceUpdates:
         if scale != 1.0:
             grads = list(torch._foreach_mul(grads, scale))
         fused: Function = torch._fused_adamw_ if hyper.flags & _native.ADAMW else torch._fused_adam_
-        step = torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # needs no copy
+        if self._count is None or self._count[0] != hyper.step:
+            self._count = hyper.step, torch.full((), hyper.step, dtype=torch.float32, device=self._lanes.device)  # needs no copy
         fused(
-            runs[0], grads, runs[1], runs[2], [], [step] * len(grads), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
+            runs[0], grads, runs[1], runs[2], [], [self._count[1]] * len(grads), lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2,
             weight_decay=hyper.weight_decay, eps=hyper.eps, amsgrad=False, maximize=bool(hyper.flags & _native.MAXIMIZE),
         )  # fmt: skip
 

@@ -220,9 +220,13 @@ class DeviceWeights:
         If so, :meth:`download` comes before a RELEASE and before an update on the CPU. Weights that
         were moved with ``param.data = ...`` are copied back into the device memory first.
         """
+        self.reclaim(block)
+        return any([self._newer(part) is not None for part in block.parts])  # noqa: C419  # as in :meth:`holds`
+
+    def reclaim(self, block: Block) -> None:
+        """Copies weights that were moved with ``param.data = ...`` back into the device memory."""
         for part in block.parts:
             self._reclaim(part)
-        return any([self._newer(part) is not None for part in block.parts])  # noqa: C419  # as in :meth:`holds`
 
     def is_user_written(self, block: Block) -> bool:
         """After :meth:`changed`: whether user code has changed the device's weights."""

@@ -234,7 +234,9 @@ class Parameters:
         self.owner, self.store, self.casts = owner, store, casts
         self._access: dict[int, Access] = {}
         self._changing: set[int] = set()  # blocks whose forward or backward changes their weights
+        self._hidden: set[int] = set()  # blocks that may have handles
         for block in blocks:
+            self._hidden.add(block.index)
             self.learn_parts(block)
             if any(map(_renorms, block.spec.module.modules())):
                 self._changing.add(block.index)
@@ -253,7 +255,9 @@ class Parameters:
             for part in block.parts:
                 self.free(part)
         block.uses += 1
-        restore(block.params())
+        if block.index in self._hidden:
+            self._hidden.remove(block.index)
+            restore(block.params())
 
     def changed(self, block: Block) -> list[Part]:
         """The parts whose weights the use that ends has changed."""
@@ -277,6 +281,7 @@ class Parameters:
 
     def hide(self, block: Block) -> None:
         """Makes the block's parameters handles."""
+        self._hidden.add(block.index)
         offload(block.params(), self._access)
 
     def guard(self, block: Block) -> None:

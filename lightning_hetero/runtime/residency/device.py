@@ -48,8 +48,9 @@ class DeviceResidency(Residency):
         So code that writes them then, even as ``param.data``, also writes the host's copy, from
         which the next update starts.
         """
-        below = not self._in_batch and self._comes_from_below(block)
-        return self.is_away(block) or below or (self._slices is not None and not all(part.is_whole for part in block.parts))
+        if self.is_away(block) or (not self._in_batch and self._comes_from_below(block)):
+            return True
+        return self._slices is not None and not all(part.is_whole for part in block.parts)
 
     def _comes_from_below(self, block: Block) -> bool:
         through_host = block.plan.update is UpdateLane.CPU or self._slices is not None
@@ -130,26 +131,32 @@ class DeviceResidency(Residency):
         self.parameters.open(block)
 
     def shut(self, block: Block) -> None:
-        """A use of the block ends; weights that user code has written go to the host."""
+        """A use of the block ends; weights that user code has written go to the host.
+
+        Those of parameters that are no handles then go before their update.
+        """
         block.uses = max(0, block.uses - 1)
         if block.uses:
             return
         if block.index in self.casts.blocks:
             self.casts.drop(block)
-        away = self.is_away(block)
-        # An evaluation may use weights that user code has replaced for a while; they stay so.
-        if away or not self._evaluates:
-            self._gather(block)
-        if away:
-            self._side.weights.unbind(block)
         if self.is_released(block):
+            self._gather(block)
+            if self.is_away(block):
+                self._side.weights.unbind(block)
             self.parameters.hide(block)
+        elif not self._evaluates:  # an evaluation may use weights that user code has replaced for a while
+            bring_back_all(block)
 
     def before_update(self, block: Block) -> None:
         """The place is the device's memory if the update changes its copy, else the host's."""
-        self._gather(block)
-        if self._slices is None and block.plan.update is UpdateLane.DEVICE and self._side.weights.is_outdated(block):
-            self.provide(block)
+        copies = self._side.weights
+        if self._slices is None and block.plan.update is UpdateLane.DEVICE:
+            copies.reclaim(block)
+            if copies.is_outdated(block):
+                self.provide(block)
+        elif block.uses or not self.is_away(block):  # else its last use has
+            self._gather(block)
 
     @contextmanager
     def changes(self, blocks: Sequence[Block]) -> Iterator[None]:
