@@ -106,6 +106,7 @@ LISTED = tuple(
         (_STREAMS, "compute does not wait for copies", "StreamLanes._order", "elif event.moment is not None:", _NOT_FOR_COMPUTE),
         (_STREAMS, "memory is taken before another stream gives it back", "_StreamArena._wait", _MOMENT, "pass"),
         (_STREAMS, "a copy keeps nothing alive for its stream", "StreamLanes.copies", _KEEP, "pass"),
+        (_STREAMS, "a copy does not keep its target alive", "StreamLanes.copies", _KEEP, "queued.keep += sources"),
         (_STREAMS, "compute's wait frees the host's memory too", "StreamLanes.compute_waits", _HELD, "event.keep = []"),
         (_STREAMS, "host lanes wait until copies are issued", "StreamLanes._work", "event.wait()", _ISSUED),
         (_STREAMS, "a mark passes at once", "StreamLanes.mark", _MARK, f"return {_ALL}(())"),

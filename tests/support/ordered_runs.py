@@ -227,6 +227,32 @@ def a_source_that_only_its_copy_holds() -> None:
         lanes.drain()
 
 
+def a_target_that_only_its_copy_holds() -> None:
+    """Compute waits for a copy to the host, whose target nobody else has."""
+    with checked_lanes() as (lanes, _):
+        source, targets = lanes.memory().take(2048, "result").view(torch.float32).fill_(1), [torch.empty(512)]
+        copied = lanes.submit(op(0, Lane.D2H, OpKind.GRAD), doing(lambda: lanes.copy(targets.pop(), source)), [lanes.mark()])
+        lanes.compute_waits([copied])
+        source.add_(1)
+        lanes.drain()
+
+
+def polls_in_place_of_waits() -> None:
+    """Code on the host asks whether compute has come so far, and whether copies have ended."""
+    with checked_lanes(prompt=True) as (lanes, _):
+        sent, result, source = lanes.host_buffer(512), lanes.memory().take(512, "result"), lanes.host_buffer(512)
+        result.fill_(1)
+        sent.copy_(result, non_blocking=True)
+        mark = lanes.mark()
+        assert mark.done()
+        sent.add_(1)
+        copied = lanes.submit(op(0, Lane.H2D), doing(lambda: lanes.copy(result, source)), [mark])
+        copied.handed()
+        assert All((mark, copied)).done()
+        source.add_(1)
+        lanes.drain()
+
+
 def another_origin() -> None:
     """Times count from a later origin as soon as compute's stream has come to it."""
     with checked_lanes() as (lanes, _), pytest.MonkeyPatch.context() as patch:
@@ -240,7 +266,7 @@ def another_origin() -> None:
 
 SCENES: tuple[Callable[[], None], ...] = (
     from_lane_to_lane, a_failed_op, an_early_end, other_memory, conversions, through_ops_without_work, a_host_op_behind_compute,
-    a_source_that_only_its_copy_holds, another_origin,
+    a_source_that_only_its_copy_holds, a_target_that_only_its_copy_holds, polls_in_place_of_waits, another_origin,
 )  # fmt: skip
 
 
