@@ -31,7 +31,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -86,6 +86,13 @@ class _Rounded(NamedTuple):
     dtype: torch.dtype
 
 
+class _Made(NamedTuple):
+    """A parameter, and torch's default dtype in the context in which it was made."""
+
+    param: weakref.ref[nn.Parameter]
+    default: torch.dtype
+
+
 class Construction:
     """The parameters of one model's construction, some of them in a file.
 
@@ -105,7 +112,8 @@ class Construction:
         self._given: dict[int, _Given] = {}  # values of storages on the meta device, by address
         self._given_bytes = 0
         self._rounded: dict[int, _Rounded] = {}  # storages on the meta device, by address
-        self._all: dict[int, weakref.ref[nn.Parameter]] = {}  # every parameter that was made
+        self._all: dict[int, _Made] = {}  # every parameter that was made, by ``id``
+        self._default_dtype = torch.get_default_dtype()
 
     def __contains__(self, param: object) -> bool:
         """Whether the parameter's memory is in the file."""
@@ -114,6 +122,7 @@ class Construction:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Notes the parameters that this thread makes. At the end all or none are in the file."""
+        self._default_dtype = torch.get_default_dtype()
         with _hooked(self._made), _Touches(self):
             yield
             if self._scratch is not None:
@@ -178,18 +187,21 @@ class Construction:
                     f"torch.device('meta')."
                 )
             passed = self._rounded.get(param.untyped_storage()._cdata) if param.is_meta else None
-            place = None if passed is None or files is None or name not in files else files.place(name)
-            if passed is not None and place is not None and passed.dtype.itemsize < min(place.dtype.itemsize, param.dtype.itemsize):
-                raise ConfigError(
-                    f"{name!r} is {place.dtype} in the files and {param.dtype} in the model, where it was {passed.dtype} before: "
-                    f"in memory its values would be rounded to {passed.dtype}, and here they would not. Build the model in "
-                    f"{param.dtype}, or convert the files to {passed.dtype}."
-                )
+            if passed is not None:
+                _refuse_rounding(name, param, passed.dtype, files)
 
     def knows(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter was made here, or its values were given here."""
-        made = self._all.get(id(tensor))
-        return (made is not None and made() is tensor) or self.given(name, tensor) is not None
+        return self._made_here(tensor) is not None or self.given(name, tensor) is not None
+
+    def default_dtype(self, module: nn.Module) -> torch.dtype:
+        """Torch's default dtype when the module was built: that of now if not here."""
+        found = (made.default for p in module.parameters() if (made := self._made_here(p)) is not None)
+        return next(found, torch.get_default_dtype())
+
+    def _made_here(self, param: Tensor) -> _Made | None:
+        made = self._all.get(id(param))
+        return made if made is not None and made.param() is param else None
 
     def forget_given(self) -> None:
         """Values that code has given to tensors on the meta device are needed no longer."""
@@ -217,7 +229,8 @@ class Construction:
 
     def _made(self, param: nn.Parameter) -> None:
         """A parameter was made, or was given other memory."""
-        self._all[id(param)] = weakref.ref(param)
+        if self._made_here(param) is None:
+            self._all[id(param)] = _Made(weakref.ref(param), self._default_dtype)
         if param.device.type != "cpu" or param.layout is not torch.strided or param.nbytes < _SMALL_BYTES:
             return
         self._waiting_bytes += param.nbytes
@@ -325,6 +338,32 @@ class Construction:
                     self._scratch.filled(param.detach())
         self._touched.clear()
         self._touched_bytes = 0
+
+
+def refuse_roundings(root: nn.Module, before: Mapping[str, torch.dtype], files: Content | None) -> None:
+    """Refuses parameters on the meta device that a precision would round a second time in memory.
+
+    Args:
+        root: The model, of which no checkpoint is loaded.
+        before: The dtypes that its parameters on the meta device had before.
+        files: What its weights are read from.
+
+    Raises:
+        ConfigError: Names the first of them.
+    """
+    for name, param in root.named_parameters():
+        if param.is_meta and param.is_floating_point() and name in before:
+            _refuse_rounding(name, param, before[name], files)
+
+
+def _refuse_rounding(name: str, param: nn.Parameter, passed: torch.dtype, files: Content | None) -> None:
+    place = None if files is None or name not in files else files.place(name)
+    if place is not None and passed != param.dtype and torch.promote_types(passed, place.dtype) != passed:
+        raise ConfigError(
+            f"{name!r} is {place.dtype} in the files and {param.dtype} in the model, where it was {passed} before: in memory its "
+            f"values would be rounded to {passed}, and here they would not. Build the model in {param.dtype}, or convert the files "
+            f"to {passed}."
+        )
 
 
 class _Touches(TorchFunctionMode):

@@ -3,9 +3,17 @@
 [Note: Quantized as they are read]
 On the meta device, a layer's weights have the shape that they have in the files. Before the model
 is placed they get shape and dtype of their packed form. When a block is placed, its weights are
-read one by one in the dtype with which the layer was made, and bitsandbytes' own code quantizes
-them, as it does when plain Lightning moves a model. A resume reads and quantizes them again for
-their scales, which must be those that the codes in the store belong to.
+read one by one, and bitsandbytes' own code quantizes them. A resume reads and quantizes them again
+for their scales, which must be those that the codes in the store belong to.
+
+[Note: The dtype that is quantized]
+In memory there are two orders. ``from_pretrained`` quantizes weights as it loads them, in the
+model's dtype, and a precision plugin finds them packed. Layers that others make are converted by
+the plugin first, and quantized in its dtype when Lightning moves the model. On the meta device both
+come as floating-point layers. ``is_loaded_in_4bit``, without which PEFT does not know what it
+adapts, tells them apart: a model that says so is quantized in ``config.dtype``, whatever dtype its
+layers were made with or converted to. bitsandbytes makes its tables in torch's default dtype, which
+is another one while such a plugin has ``configure_model`` run. So that dtype is set as well.
 
 bitsandbytes' code makes several fp32 copies of what it quantizes. So it gets pieces of it: scales
 are of rows or of short runs, and pieces are whole numbers of these.
@@ -13,9 +21,10 @@ are of rows or of short runs, and pieces are whole numbers of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +37,27 @@ from lightning_hetero.store.format.in_place import TensorPlace
 from lightning_hetero.store.raw_memory import own_memory
 from lightning_hetero.untyped import Options, Value, Values
 
-_MADE_AS = "hetero_made_as"  # attribute of a weight until it is read: its shape and dtype in the layer
+_UNREAD = "hetero_unread"  # attribute of a weight until it is read: an _Unread
+_LOADED = ("is_loaded_in_4bit", "is_loaded_in_8bit")  # set by transformers, read by PEFT
 _OPTIONS = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "has_fp16_weights")
 _PIECE = 1 << 20  # elements
 _FP32 = 4
+
+
+class _Unread(NamedTuple):
+    """What a packed weight was before, and what it is quantized from.
+
+    Attributes:
+        shape: Its shape in the layer.
+        dtype: Its dtype there.
+        source: The dtype that is quantized.
+        default: Torch's default dtype meanwhile.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    source: torch.dtype
+    default: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +65,22 @@ class _Layer:
     """A layer whose weights are quantized as they are read."""
 
     module: nn.Module
-    shape: torch.Size
-    dtype: torch.dtype
+    unread: _Unread
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
         """The layer, which is packed already."""
-        return cls(module, *vars(module._parameters["weight"])[_MADE_AS])
+        return cls(module, vars(module._parameters["weight"])[_UNREAD])
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weights that are quantized."""
+        return self.unread.shape
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights that are quantized."""
-        return self.shape.numel() * self.dtype.itemsize
+        return self.shape.numel() * self.unread.source.itemsize
 
     @property
     def scale_bytes(self) -> int:
@@ -72,7 +102,7 @@ class _Layer:
         """Puts the packed weights into memory, and what belongs to them into the layer."""
         weight: Value = self.module._parameters["weight"]
         own: Value = vars(weight)
-        with torch.device("cpu"), torch.no_grad(), _Pieces():
+        with torch.device("cpu"), _default(self.unread.default), torch.no_grad(), _Pieces():
             made: Value = type(weight)(whole, requires_grad=False, **{k: v for k, v in own.items() if k in _OPTIONS}).to("cpu")
         if made.shape != memory.shape or made.dtype != memory.dtype:
             raise UnsupportedError(
@@ -85,7 +115,7 @@ class _Layer:
             vars(self.module)["quant_state"] = made.quant_state
         else:
             weight.CB, weight.SCB = memory, made.SCB
-        own.pop(_MADE_AS, None)
+        own.pop(_UNREAD, None)
 
 
 class QuantizedContent:
@@ -122,31 +152,59 @@ class QuantizedContent:
         if layer is None:
             self._content.fill(name, memory)
             return
-        whole = own_memory(layer.shape.numel(), layer.dtype).view(layer.shape)
+        whole = own_memory(layer.shape.numel(), layer.unread.source).view(layer.shape)
         self._content.fill(name, whole)
         layer.quantize(whole, memory)
         quantized.check_scales({name: quantized.digest_of(layer.module)}, {n: d for n, d in self._kept.items() if n == name})
 
 
-def content_of(root: nn.Module, content: Content | None, kept: Mapping[str, str]) -> Content | None:
+def refuse_other_dtypes(root: nn.Module) -> None:
+    """Refuses models whose code has changed the dtype that their configurations name.
+
+    In memory such a model is quantized before, so code can only mean that it be loaded otherwise.
+
+    Raises:
+        UnsupportedError: Names the layer, both dtypes and how to say which is meant.
+    """
+    for model in _loaded(root):
+        found, meant = getattr(model, "dtype", None), vars(model)["config"].dtype
+        if isinstance(found, torch.dtype) and found != meant and found.itemsize <= meant.itemsize:
+            name = next((name for name, _ in _to_quantize(model)), None)
+            if name is not None:
+                raise UnsupportedError(
+                    f"{name!r} is on the meta device, and its {type(model).__name__} is {found}, but {meant} by config.dtype, in "
+                    f"which weights are quantized as they are read. Say which: from_config(config, dtype={found}) instead of a "
+                    f"conversion, or no conversion."
+                )
+
+
+def content_of(
+    root: nn.Module, content: Content | None, kept: Mapping[str, str], default: Callable[[nn.Module], torch.dtype] | None = None
+) -> Content | None:
     """The content of a model whose layers on the meta device may quantize weights as they are read.
 
     Args:
         root: The model. Those layers get the shape and the dtype of packed weights.
         content: What files have.
         kept: Digests of the scales that the weights of a resumed store belong to, by name.
+        default: Torch's default dtype while a module was built; ``None``: that of now.
 
     Raises:
         UnsupportedError: Files do not have a layer's weights, or these are not packed into bytes.
     """
-    layers = list(_to_quantize(root))
+    layers, now = list(_to_quantize(root)), torch.get_default_dtype()
+    loaded = {
+        id(module): (vars(model)["config"].dtype, now if default is None else default(model))
+        for model in _loaded(root)
+        for module in model.modules()
+    }  # see [Note: The dtype that is quantized]
     for name, module in layers:
         if content is None or name not in content:
             raise UnsupportedError(
                 f"the {type(module).__name__} {name.removesuffix('.weight')!r} is on the meta device, and quantizing needs its "
                 f"values. Give files that have them (weights=), build the model in memory, or build it without quantization."
             )
-        _pack(module, name)
+        _pack(module, name, *loaded.get(id(module), (None, now)))
     return content if content is None or not layers else QuantizedContent(root, content, kept)
 
 
@@ -155,8 +213,8 @@ def unpack(root: nn.Module) -> None:
     for _, module in _packed(root):
         weight: Value = module._parameters["weight"]
         own: Value = vars(weight)
-        shape, dtype = own.pop(_MADE_AS)
-        weight.data = torch.empty(shape, dtype=dtype, device="meta")
+        unread: _Unread = own.pop(_UNREAD)
+        weight.data = torch.empty(unread.shape, dtype=unread.dtype, device="meta")
 
 
 def coming_scale_bytes(root: nn.Module) -> int:
@@ -203,11 +261,29 @@ def _to_quantize(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _packed(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers that :func:`content_of` has packed, and whose weights have not been read."""
     for name, module, weight in quantized.weights_of(root):
-        if _MADE_AS in vars(weight):
+        if _UNREAD in vars(weight):
             yield name, module
 
 
-def _pack(module: nn.Module, name: str) -> None:
+def _loaded(root: nn.Module) -> Iterator[nn.Module]:
+    """Models that say that transformers has quantized them, and in which dtype it loads weights."""
+    for model in root.modules():
+        own = vars(model)
+        if any(own.get(says) is True for says in _LOADED) and isinstance(getattr(own.get("config"), "dtype", None), torch.dtype):
+            yield model
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _pack(module: nn.Module, name: str, source: torch.dtype | None, default: torch.dtype) -> None:
     weight: Value = module._parameters["weight"]
     own: Value = vars(weight)
     if own.get("quant_storage", torch.uint8) != torch.uint8:
@@ -215,7 +291,7 @@ def _pack(module: nn.Module, name: str) -> None:
             f"{name!r} is on the meta device, and its quant_storage is {own['quant_storage']}. Allowed there: torch.uint8. Build "
             f"and quantize the model in memory."
         )
-    own[_MADE_AS] = weight.shape, weight.dtype
+    own[_UNREAD] = _Unread(weight.shape, weight.dtype, source or weight.dtype, default)
     four_bit = "blocksize" in own
     shape = ((weight.numel() + 1) // 2, 1) if four_bit else tuple(weight.shape)
     weight.data = torch.empty(shape, dtype=torch.uint8 if four_bit else torch.int8, device="meta")

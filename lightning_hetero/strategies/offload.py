@@ -28,7 +28,7 @@ from lightning_hetero.planning.autoplan import Autoplan
 from lightning_hetero.runtime import quantized, quantizing
 from lightning_hetero.runtime.adapters import refuse_parts_of_prompts, refuse_trained_ranks
 from lightning_hetero.runtime.announcement import summarize
-from lightning_hetero.runtime.construction import Construction
+from lightning_hetero.runtime.construction import Construction, refuse_roundings
 from lightning_hetero.runtime.executor import Executor
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
 from lightning_hetero.runtime.session import Session
@@ -218,6 +218,8 @@ class OffloadRun:
         if fits:
             self.measure_disks()
         strategy = self.strategy
+        quantizing.refuse_other_dtypes(module)
+        dtypes = {name: param.dtype for name, param in module.named_parameters() if param.is_meta}
         with nullcontext() if self.built is None else self.built.observed():
             strategy.model = strategy.precision_plugin.convert_module(strategy.model or module)
             quantized.quantize(module)
@@ -225,13 +227,15 @@ class OffloadRun:
             self._leave_room_for_reference()
         quantizing.unpack(module)
         refuse_trained_ranks(module)
-        content, path = quantizing.content_of(module, self._content(), kept_scales(resumed)), self._resumed_path
+        default = None if self.built is None else self.built.default_dtype
+        content, path = quantizing.content_of(module, self._content(), kept_scales(resumed), default), self._resumed_path
         if resumed is None and (self.trainer is None or self.trainer.ckpt_path is None):
             if self.choices.weights is None:
                 refuse_random_base(module, lambda name, p: None if self.built is None else self.built.given(name, p))
             if self.built is not None:
                 self.built.refuse_changes(module, content)
                 refuse_parts_of_prompts(module, self.built.given)
+            refuse_roundings(module, dtypes, content)
             check_begun(
                 module, () if content is None else content, lambda name, p: self.built is not None and self.built.knows(name, p)
             )
