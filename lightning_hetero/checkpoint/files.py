@@ -2,6 +2,11 @@
 
 A written file is complete or absent.
 
+[Note: Files of killed processes]
+A local file is written beside its final name, as ``.NAME.DIGITS.partial``, under a lock that ends
+with the process. A killed process leaves it. Whoever next writes into that directory removes those
+that nobody has locked. A writer whose new file was removed before it had the lock makes another.
+
 [Note: Remote files]
 A URL such as ``s3://bucket/model`` is opened through fsspec; its driver must be installed. No file
 is in memory as a whole: writes are divided into pieces, and reads request only the bytes that they
@@ -11,12 +16,14 @@ be mapped into memory.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +31,7 @@ from typing import IO, Any
 PIECE_BYTES = 16 * 2**20  # bytes of a remote file in memory at once
 
 _LOCAL = ("file", "local")
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,6 +124,11 @@ class Place:
         if system.exists(path):
             system.rm(path, recursive=True)
 
+    def remove_leftovers(self) -> None:
+        """Removes what killed processes have left in a local directory; see the note above."""
+        if self.local is not None:
+            _remove_leftovers(self.local)
+
     @contextmanager
     def appears_whole(self) -> Iterator[IO[bytes]]:
         """A file to write. Missing directories are made, and an old file is replaced.
@@ -178,17 +191,39 @@ class _Pieces:
 def _local_file(path: Path) -> Iterator[IO[bytes]]:
     """Written beside its final name, synced, and renamed when the context ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    _remove_leftovers(path.parent)
+    stream, partial = _locked_file(path)
     try:
-        with open(partial, "xb") as stream:
+        with stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(partial, path)
+            os.replace(partial, path)  # under the lock
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def _locked_file(path: Path) -> tuple[IO[bytes], Path]:
+    """A new file beside the path, and where it is; see [Note: Files of killed processes]."""
+    while True:
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        stream = open(partial, "xb")  # noqa: SIM115  # the caller closes it
+        with suppress(OSError):  # the file system has no locks: there nothing is removed
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        if os.fstat(stream.fileno()).st_nlink:
+            return stream, partial
+        stream.close()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    for name in os.listdir(directory):
+        path = directory / name
+        if _LEFTOVER.fullmatch(name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError), open(path, "rb") as stream:  # it may be locked, gone, or another user's
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
 
 def _sync_directory(directory: Path) -> None:

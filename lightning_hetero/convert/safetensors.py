@@ -317,6 +317,7 @@ def write_directory(
     directory.make_directory()
     if there := [*directory.names(".safetensors"), *directory.names(INDEX)]:
         raise ConfigError(f"{str(directory)!r} already holds {there[0]}. Choose another directory, or remove it.")
+    directory.remove_leftovers()  # they may take the room
     needed, free = sum(t.num_bytes for t in tensors), math.inf if directory.local is None else Volume.of(directory.local).free_bytes
     if needed > free:
         raise OutOfDiskError(

@@ -4,7 +4,9 @@ a time.
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,13 +17,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.children import in_child
 from support.models import LitModel, Recipe, Shape, data, quiet_trainer
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hetero import export_weights
+from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert.exporting import import_weights, weights_of
-from lightning_hetero.convert.safetensors import WeightFiles
+from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError, OutOfDiskError, StoreCorruptError, StoreError, UnsupportedError
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.volume import Volume
@@ -195,6 +199,25 @@ def test_a_full_disk_is_named_before_and_while_weights_are_written(tmp_path: Pat
     with pytest.raises(OutOfDiskError, match=r"out' take .*KiB, and the disk has 4.0 KiB free. Make room"):
         export_weights(module, tmp_path / "out")
     assert [*(tmp_path / "out").iterdir()] == []
+
+
+def test_what_a_killed_export_leaves_goes_with_the_next_one(tmp_path: Path) -> None:
+    def dies() -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def export() -> None:
+        last = TensorToWrite("last", torch.float32, torch.Size([2]), dies)
+        write_directory(Place.of(tmp_path), [*weights_of(nn.Linear(300, 300), ExitStack()), last], max_shard_bytes=1 << 40)
+
+    assert in_child(export)
+    assert [path.stat().st_size > 300 * 300 * 4 for path in tmp_path.iterdir()] == [True]
+    with Place.of(tmp_path / "other").appears_whole() as file:  # by a living process, another one as well
+        file.write(b"of others")
+        (tmp_path / ".of-nobody.partial").write_bytes(b"")
+        export_weights(nn.Linear(2, 2), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "other", ".of-nobody.partial"}
+    assert (tmp_path / "other").read_bytes() == b"of others"
 
 
 def test_a_checkpoint_that_needs_execution_is_refused(tmp_path: Path) -> None:
