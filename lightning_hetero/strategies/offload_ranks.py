@@ -331,6 +331,11 @@ def _unshared(module: nn.Module) -> tuple[str, str] | None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             return f"{name!r}, whose forward changes its weights for max_norm={part.max_norm},", "Leave max_norm out."
+        if "lora_A" in part._modules and "parameter_name" in (own := vars(part)):  # PEFT's ParamWrapper
+            return (
+                f"the LoRA adapter of PEFT at {name!r}, which replaces the weight {own['parameter_name']!r} in every forward,",
+                "Leave target_parameters out of its LoraConfig: adapters of modules (target_modules) train there.",
+            )
     return None
 
 

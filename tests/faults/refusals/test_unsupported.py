@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_the_remedy_for_weights_that_a_forward_changes_is_to_leave_max_norm_out(
     what, remedy = _unshared(torch.nn.Embedding(4, 2, max_norm=0.5)) or ("", "")
     assert "max_norm=0.5" in what
     assert remedy == "Leave max_norm out."
+
+
+def test_the_remedy_for_adapters_that_replace_a_weight_in_forward_is_to_adapt_modules() -> None:
+    peft = pytest.importorskip("peft", reason="peft, whose adapters of experts are refused, is missing")
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(torch.ones(2, 3, 4))
+
+    model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": Experts()}), "q": torch.nn.Linear(2, 2)})
+    on_modules = peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=["q"]), deepcopy(model))
+    assert _unshared(on_modules) is None
+    config = peft.LoraConfig(r=1, target_modules=[], target_parameters=["experts.gate_up_proj"])
+    what, remedy = _unshared(peft.inject_adapter_in_model(config, model)) or ("", "")
+    assert what == "the LoRA adapter of PEFT at 'mlp.experts', which replaces the weight 'gate_up_proj' in every forward,"
+    assert remedy == "Leave target_parameters out of its LoraConfig: adapters of modules (target_modules) train there."
 
 
 def test_two_nodes_are_refused(root: Path) -> None:
