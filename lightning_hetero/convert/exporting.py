@@ -81,9 +81,9 @@ def export_weights(
     """
     shard_bytes = parse_bytes(max_shard_size, name="max_shard_size")
     path = Place.of(destination)
-    adapter = None if merge is False else _adapter(source, module, merge)
     done = _merges(source, module)
     with ExitStack() as opened:
+        adapter = None if merge is False else _adapter(source, module, merge, opened)
         tensors = _below(weights_of(source, opened), module)
         if adapter is not None:
             tensors, done = merged(tensors, adapter, done, ties_known=_says_ties(source)), {}
@@ -157,7 +157,9 @@ def _says_ties(source: nn.Module | str | os.PathLike[str]) -> bool:
         return b'"tie_word_embeddings": false' in file.read()
 
 
-def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str | os.PathLike[str] | bool) -> Adapter:
+def _adapter(
+    source: nn.Module | str | os.PathLike[str], module: str, merge: str | os.PathLike[str] | bool, opened: ExitStack
+) -> Adapter:
     if not isinstance(merge, bool):
         where = merge
     elif isinstance(source, nn.Module):
@@ -165,8 +167,13 @@ def _adapter(source: nn.Module | str | os.PathLike[str], module: str, merge: str
     else:
         where = source
     if (path := _store_at(where)) is not None:
-        with ExitStack() as opened:
-            return of_store(stored_adapters(last_step(path, opened)[0]), str(path))
+        is_source = not isinstance(source, nn.Module) and (own := _store_at(source)) is not None and own.samefile(path)
+        with ExitStack() as read:
+            stores = last_step(path, read)
+            adapter = of_store(stored_adapters(stores[0]), () if is_source else _of_stores(stores), str(path))
+            if not is_source:  # which is opened again
+                opened.enter_context(read.pop_all())
+            return adapter
     if not isinstance(merge, bool):
         return of_folder(merge)
     raise ConfigError(

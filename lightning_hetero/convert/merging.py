@@ -50,8 +50,8 @@ class Adapter:
     Attributes:
         config: PEFT's configuration.
         name: Its name in the model; empty if a folder has it.
-        tensors: Those of a folder, by their names in the model that was wrapped.
-        where: Its folder, or the name, for messages.
+        tensors: Those of a folder or a store, by their names in the model that was wrapped.
+        where: Its folder, its store or its name, for messages.
     """
 
     config: _Config
@@ -79,11 +79,12 @@ def of_folder(folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(_checked(config, str(place)), "", tensors, repr(str(place)))
 
 
-def of_store(configs: Mapping[str, Mapping[str, object]], where: str) -> Adapter:
-    """The adapter of a store, which has its tensors among the model's.
+def of_store(configs: Mapping[str, Mapping[str, object]], tensors: Iterable[TensorToWrite], where: str) -> Adapter:
+    """The adapter of a store.
 
     Args:
         configs: The configurations of adapters in the store, by name.
+        tensors: Those of the model in the store.
         where: The store, for messages.
 
     Raises:
@@ -101,7 +102,13 @@ def of_store(configs: Mapping[str, Mapping[str, object]], where: str) -> Adapter
         )
     ((name, values),) = configs.items()
     config: _Config = _peft("merge an adapter").PeftConfig.from_peft_type(**values)
-    return Adapter(_checked(config, where), name, {}, repr(where))
+    own = {}
+    for tensor in tensors:
+        before, wrapped, inner = tensor.name.partition(_WRAPPER)
+        adapter, known = _owner(inner if wrapped else before)
+        if adapter == name:
+            own[known] = replace(tensor, name=known)
+    return Adapter(_checked(config, where), name, own, repr(where))
 
 
 def of_model(root: nn.Module, name: str = "") -> Adapter:
@@ -348,7 +355,8 @@ def _plain(layer: str, own: Mapping[str, TensorToWrite], tensors: Iterable[str],
     if not weight.dtype.is_floating_point or len(weight.shape) != 2:
         raise UnsupportedError(
             f"{layer!r} has a weight of {weight.dtype} and shape {tuple(weight.shape)}; only matrices that are not quantized are "
-            f"merged. Merge it in memory, with merge_and_unload()."
+            f"merged. Merge into the folder of the base, which has them as they were: `lightning-hetero export BASE MERGED --merge "
+            f"ADAPTER`, with the store of the run or a folder of PEFT as ADAPTER. Or merge in memory, with merge_and_unload()."
         )
     rows, columns = weight.shape
     if any(name.startswith("lora_embedding") for name in tensors):
@@ -409,8 +417,6 @@ def _with(adapter: str, key: str) -> str:
 def _chosen(source: _Source, adapter: Adapter) -> tuple[str, Mapping[str, TensorToWrite]]:
     """An adapter's name and tensors: those in the model count before those in its folder."""
     known = source.adapters
-    if adapter.name:
-        return adapter.name, known.get(adapter.name, {})
     if not known:
         if not adapter.tensors:
             raise ConfigError(
@@ -425,7 +431,8 @@ def _chosen(source: _Source, adapter: Adapter) -> tuple[str, Mapping[str, Tensor
             )
         return "", adapter.tensors
     folder = os.path.basename(os.path.normpath(adapter.where.strip("'")))
-    name = folder if folder in known else next(iter(known)) if len(known) == 1 else _with_values(known, adapter)
+    said = next((name for name in (adapter.name, folder) if name in known), None)
+    name = said or (next(iter(known)) if len(known) == 1 else _with_values(known, adapter))
     if (other := _other(known[name], adapter)) is not None:
         raise ConfigError(
             f"the weights have an adapter of their own, and {adapter.where} has other values, such as of {other!r}. To merge those "

@@ -1,5 +1,6 @@
 """PEFT merges adapters into layers of bitsandbytes by making new weights: refused by name while the
-model trains, and done where the weights are in memory after it.
+model trains, and done where the weights are in memory after it. The command merges them into the
+base's own files.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.cli import invoke
 from support.models import quiet_trainer
+from support.resuming import Ends, EndsAt
 from torch import Tensor
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier
@@ -23,10 +27,12 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft, whose adapters are merged here, is missing")
 pytest.importorskip("bitsandbytes", reason="bitsandbytes, into whose layers adapters are merged here, is missing")
+import peft
 from support import llama
-from support.quantized import Module, build
+from support.quantized import Module, base, build
 
 TIGHT = Plan(name="tight", blocks=(BlockPlan(name="*", weights=Tier.DISK, state=Tier.DISK),), host_cache_bytes=1)
+KEY = "model.layers.0.self_attn.q_proj.weight"
 REFUSAL = r"layers\.0\.self_attn\.q_proj.*Merge after the fit, .*`lightning-hetero export --merge`"
 
 
@@ -129,3 +135,33 @@ def test_dora_leaves_layers_their_weights(plan: str, tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     for expected, got in zip(found[:3], found[3:], strict=True):
         assert all(torch.equal(value, expected[name]) for name, value in got.items())
+
+
+@pytest.mark.filterwarnings("ignore:.*erge lora module to .*rounding errors")
+@pytest.mark.parametrize(("kind", "dora"), [("nf4 double", False), ("nf4 double", True), ("int8", False)])  # PEFT: no int8 and DoRA
+def test_the_command_merges_into_the_files_of_the_base(kind: str, dora: bool, tmp_path: Path) -> None:
+    """The adapter is that of a store of a run that ended early, or a folder of one that did not."""
+    made = partial(steady, kind, use_dora=dora, init_lora_weights=True)
+    weights, store = tmp_path / "weights", tmp_path / "store"
+    base().save_pretrained(weights)
+    ended, finished, plain = (Module(made) for _ in range(3))
+    with pytest.raises(Ends):
+        fit(ended, HeteroOffloadStrategy("disk", disk_path=store), tmp_path, EndsAt(2))
+    fit(finished, HeteroOffloadStrategy("disk"), tmp_path)
+    finished.trainer.save_checkpoint(tmp_path / "x.ckpt")
+    fit(plain, "auto", tmp_path, steps=2)
+    for module, name, adapter in ((plain, "of ended", store), (finished, "of finished", tmp_path / "of finished")):
+        module.model.save_pretrained(tmp_path / name)
+        invoke("export", weights, tmp_path / f"merged {name}", "--merge", adapter)
+        loaded = llama.LlamaForCausalLM.from_pretrained(weights)
+        expected = peft.PeftModel.from_pretrained(loaded, tmp_path / name).merge_and_unload().state_dict()
+        found = load_file(tmp_path / f"merged {name}" / "model.safetensors")
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+        assert not torch.equal(expected[KEY], load_file(weights / "model.safetensors")[KEY])
+    for source, adapter in ((store, store), (tmp_path / "x.ckpt", tmp_path / "of finished")):
+        refused = invoke("export", source, tmp_path / "out", "--module", "model", "--merge", adapter, code=2)
+        said = " ".join(refused.stderr.split())
+        assert "proj' has a weight of torch." in said
+        assert "Merge into the folder of the base, which has them as they were" in said
