@@ -18,6 +18,7 @@ from lightning_hetero.checkpoint.streaming import release_pages
 from lightning_hetero.convert.exporting import load_checkpoint
 from lightning_hetero.convert.safetensors import INDEX, SINGLE, StoredTensor, WeightFiles, read_index
 from lightning_hetero.errors import ConfigError
+from lightning_hetero.store.raw_memory import check_has_memory
 
 SAVED = "pytorch_model.bin"
 SAVED_INDEX = "pytorch_model.bin.index.json"
@@ -55,11 +56,13 @@ def open_weights(path: str | os.PathLike[str] | Place) -> WeightFiles:
 
     Raises:
         ConfigError: There is no such file, or it cannot be read without executing code in it.
+        UnsupportedError: A tensor in it consists of several, as torchao quantizes.
     """
     place = Place.of(path)
     tensors: dict[str, StoredTensor] = {}
     for file in _saved_files(place):
         for name, value in _tensors_of(file).items():
+            check_has_memory(name, value)
             if name in tensors:
                 raise ConfigError(f"{str(place)!r}: {name!r} is in {tensors[name].path.name} and in {file.name}. Remove one.")
             tensors[name] = PickledTensor(name, file, value.dtype, value.shape, 0, value)

@@ -23,10 +23,12 @@ from support.resuming import after
 from support.strategies import on_device
 from support.unreadable import Unreadable
 from torch import Tensor
+from torch.serialization import safe_globals
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hetero import export_weights
 from lightning_hetero.convert.safetensors import INDEX, TensorToWrite, WeightFiles, write_directory
-from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError
+from lightning_hetero.errors import ConfigError, StoreCorruptError, StoreError, UnsupportedError
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.record import parse
 from lightning_hetero.store.format.stored_model import source_faults
@@ -356,6 +358,10 @@ def test_nothing_in_a_file_of_torch_save_is_executed(
     with pytest.raises(ConfigError, match="without executing code"):
         train(tmp_path, offload("host", None, tmp_path / "model.bin"))
     assert not (tmp_path / "executed").exists()
+    odd = TwoTensor(torch.ones(2), torch.ones(2))
+    torch.save({**content, "more": odd}, tmp_path / "model.bin")
+    with safe_globals([TwoTensor, getattr]), pytest.raises(UnsupportedError, match="'more' is a TwoTensor: its content is several"):
+        train(tmp_path, offload("host", None, tmp_path / "model.bin"))
     torch.save({**content, "more": 3}, tmp_path / "model.bin")
     with pytest.raises(ConfigError, match="is not a state_dict"):
         train(tmp_path, offload("host", None, tmp_path / "model.bin"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.models import Outcome, assert_same, outcome, quiet_trainer
 from support.resuming import Ends, EndsAt, after
 from support.strategies import least_memory
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_hetero import BlockPlan, EmulatedDevice, Plan, Tier, export_weights
 from lightning_hetero.errors import ConfigError, UnsupportedError
@@ -231,13 +233,59 @@ def test_merging_a_quantized_layer_while_it_is_exported_is_refused(tmp_path: Pat
         export_weights(build("nf4"), tmp_path / "out", merge=True)
 
 
-def test_weights_of_several_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao, whose tensors are refused, is missing")
+def two_tensors(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()), requires_grad=False)
 
-    def build() -> Any:
-        model = llama.LlamaForCausalLM(llama.config())
-        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+def by_torchao(config: Callable[[Any], object], layer: nn.Linear) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao, whose tensors are refused, is missing")
+    before = type(layer.weight)
+    torchao.quantize_(layer, config(torchao))
+    assert type(layer.weight) is not before, "torchao leaves layers alone whose sizes it does not like"
+
+
+def in_int4(torchao: Any) -> Any:
+    """The only one of its 4-bit layouts that torchao 0.18 makes on a CPU without other packages."""
+    flow = pytest.importorskip("torchao.prototype.quantization.int4.inference_workflow", reason="of another version of torchao")
+    return flow.PrototypeInt4WeightOnlyConfig(group_size=32)
+
+
+SEVERAL: dict[str, Callable[[Any], None]] = {
+    "two tensors": two_tensors,
+    "int8": partial(by_torchao, lambda torchao: torchao.Int8WeightOnlyConfig()),
+    "int8 dynamic": partial(by_torchao, lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig()),
+    "float8": partial(by_torchao, lambda torchao: torchao.Float8WeightOnlyConfig()),
+    "int4": partial(by_torchao, in_int4),
+    "intx": partial(by_torchao, lambda torchao: torchao.IntxWeightOnlyConfig()),
+}
+
+
+@pytest.mark.parametrize("only", ["q_proj", "layers.2.mlp.up_proj", "lm_head"])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_weights_of_several_tensors_are_refused_by_name(kind: str, only: str, tmp_path: Path) -> None:
+    """Whether a model has one such layer or more, wherever it is, and whatever it is for."""
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 32}
+    config = llama.LlamaConfig(num_attention_heads=1, num_key_value_heads=1, **sizes)
+
+    def made(device: str = "cpu") -> Any:
+        with torch.device(device):
+            model = llama.LlamaForCausalLM(config)
+            for name, layer in model.named_modules():
+                if name.endswith(only):
+                    SEVERAL[kind](layer)
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
 
-    with pytest.raises(UnsupportedError, match=r"q_proj.base_layer.weight' is a Int8Tensor.*bitsandbytes"):
-        fit(Module(build), strategy("disk"), tmp_path)
+    refused = pytest.raises(UnsupportedError, match=rf"{only}.*weight' is a .*Tensor: its content is several tensors.*bitsandbytes")
+    for plan in ("auto", "disk", "resident", "device"):
+        with refused:
+            fit(Module(made), strategy(plan), tmp_path)
+    with refused:
+        quiet_trainer(strategy=strategy("disk")).validate(Module(made), llama.batches())
+    for merge in (False, True):
+        with refused:
+            export_weights(made(), tmp_path / "out", merge=merge)
+    if kind != "int4":  # which torchao does not make there
+        llama.LlamaForCausalLM(config).save_pretrained(tmp_path / "weights")
+        with refused:
+            fit(Module(partial(made, "meta")), HeteroOffloadStrategy("disk", weights={"model": tmp_path / "weights"}), tmp_path)
