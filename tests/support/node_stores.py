@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.store.format import sets
-from support.shared_stores import MIXED, Kill, run, same_end, train, was_killed
+from support.shared_stores import FAILED, MIXED, Kill, run, same_end, train, was_killed
 
 RANKS, NODES = 4, 2
 
@@ -46,11 +47,14 @@ def disks_apart(out: Path, reference: Path) -> dict[str, Any]:
     same = same_end(out, reference) and len(numbers) == 1
     # One node goes on with what its disk has.
     assert not _trained(out, 1, None, ranks=2, resume=True)
+    assert _begins_anew(out, shares=False)
     return {"reached": reached, "same": same and same_end(out, reference), "counts": [len(sets.stores_in(out / "store-0"))]}
 
 
 def one_directory(out: Path, _: Path) -> dict[str, Any]:
-    """Both nodes have the same directory, then one node of as many ranks, and of half of them."""
+    """Both nodes have the same directory, then one node of as many ranks, and of half of them. Two
+    go on without dropout as from a checkpoint of that step.
+    """
     assert not _trained(out, NODES, None, shares=True, resume=False, steps=3)
     first = out / "first"
     first.mkdir()
@@ -65,8 +69,22 @@ def one_directory(out: Path, _: Path) -> dict[str, Any]:
         assert not _trained(out, nodes, None, ranks=ranks, shares=True, resume=True, steps=3)
         same &= same_end(out, first)
         counts.append(len(sets.stores_in(out / "store")))
-    assert not _trained(out, NODES, None, shares=True, resume=True)
+    going: dict[str, Any] = {"steps": 5, "drops": 0.0, "orders": (0, 1, 0, 1)}
+    assert not _trained(out, NODES, None, shares=True, resume=True, **going)
+    assert not any(run(RANKS, partial(train, first, plan="host", resume=first / "end.ckpt", store=False, used=3, **going)))
+    same &= same_end(out, first) and _begins_anew(out, shares=True)
     return {"reached": reached, "same": same, "counts": counts}
+
+
+def _begins_anew(out: Path, *, shares: bool) -> bool:
+    """Whether a fit that begins is refused, or puts aside what is there, on all nodes."""
+    places = ("store",) if shares else ("store-0", "store-1")
+    statuses = run(RANKS, lambda rank: train(out, rank, MIXED, place=places[rank // 2 % len(places)], resume=False), nodes=NODES)
+    refused = all("new_run=True" in FAILED.with_name(f"{FAILED.name}-{rank}").read_text() for rank in range(RANKS))
+    kept = [len(sets.stores_in(out / place)) for place in places]
+    assert not _trained(out, NODES, None, shares=shares, resume=False, steps=1, new_run=True)
+    aside = [len(sets.stores_in(out / f"{place}.earlier-1")) for place in places]
+    return all(statuses) and refused and aside == kept and sum(len(sets.stores_in(out / place)) for place in places) == RANKS
 
 
 def _is_exported(out: Path, first: Path) -> bool:

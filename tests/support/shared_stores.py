@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from scratch import free_port
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,6 +35,7 @@ from lightning_hetero.cli import verify
 from lightning_hetero.cli.contents import contents_of
 from lightning_hetero.convert.exporting import export_weights
 from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
+from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.common_records import CommonRecords
 from lightning_hetero.store.format import sets
@@ -41,9 +44,10 @@ from lightning_hetero.store.live.spread_step import SpreadStep
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
 from support.children import around
+from support.shared_devices import THERE
 
 STEPS, BATCHES, PATIENCE_S = 6, 6, 120.0
-STRIPED = ("moved", "some")  # runs on two disks
+STRIPED = ("moved", "some", "anew")  # runs on two disks
 MIXED = Plan(
     name="mixed",
     blocks=(
@@ -79,18 +83,24 @@ class Kill(NamedTuple):
 
 
 class Model(shared_model.Model):
-    """Draws random numbers, and says what each step's loss was."""
+    """Draws random numbers, and says what each batch's loss was; with "scaled" in ``kind`` that of
+    the last rank's third one overflows.
+    """
 
-    def __init__(self, kind: str = "", **options: Any) -> None:
+    def __init__(self, kind: str = "", *, drops: float = 0.1, **options: Any) -> None:
         super().__init__(kind, **options)
         self.told: dict[int, float] = {}
+        self.drops = drops
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         x = self.embed(batch[:, :-1])
         for layer in self.layers:
-            x = layer(F.dropout(x, 0.1), rarely=False)
+            x = layer(F.dropout(x, self.drops), rarely=False)
         loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
-        self.told[self.trainer.fit_loop.epoch_loop.total_batch_idx] = loss.item()
+        number = self.trainer.fit_loop.epoch_loop.total_batch_idx
+        if "scaled" in self.kind and number == 2 and shared_model.RANK == shared_model.WORLD - 1:
+            loss = loss * torch.inf
+        self.told[number] = loss.item()
         return loss
 
 
@@ -114,6 +124,16 @@ class Ends(pl.Callback):
                 file.write(f"{trainer.current_epoch} after {trainer.global_step}, ")
 
 
+class Draws(pl.Callback):
+    """Writes down a random number, which a rank that joins draws apart from the others."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.file.write_text(str(torch.randint(2**62, ()).item()))
+
+
 class Tells(pl.Callback):
     """Writes down which steps have ended, before the next one begins."""
 
@@ -122,30 +142,54 @@ class Tells(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.file.write_text(str(trainer.global_step))
-        behind = [op.behind for op in trainer.strategy.session.running.lanes._ops if hasattr(op, "behind")]
+        ops = getattr(trainer.strategy.session.running.lanes, "_ops", ())  # those of the host
+        behind = [op.behind for op in ops if hasattr(op, "behind")]
         assert all(len(set(tickets)) == len(tickets) for tickets in behind), "an op waits for each ticket once"
+
+
+def flags_of(kind: str) -> dict[str, Any]:
+    """The Trainer's options for the words of a kind."""
+    flags: dict[str, Any] = {"gradient_clip_val": 0.3} if "clipped" in kind else {}
+    if "half" in kind:
+        flags["precision"] = "bf16-true"
+    if "scaled" in kind:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        flags["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    return {**flags, "accumulate_grad_batches": _accumulated(kind)}
+
+
+def _accumulated(kind: str) -> int:
+    return 2 if "accumulated" in kind else 1
 
 
 def train(
     out: Path, rank: int, plan: Any, *, resume: bool | Path, store: bool = True, steps: int = STEPS,
-    more: Sequence[pl.Callback] = (), place: str = "store", further: str = "more", batches: int = BATCHES, **options: Any,
+    more: Sequence[pl.Callback] = (), place: str = "store", further: str = "more", batches: int = BATCHES,
+    kind: str = "", drops: float = 0.1, used: int = 0, orders: Sequence[int] = range(4), **options: Any,
 ) -> None:  # fmt: skip
-    """What a rank does; ``place``: the disk of its node; ``resume``: from there, or from a path."""
+    """What a rank does; ``place``: the disk of its node; ``resume``: from there, or from a path;
+    ``used``: the batches that are left out, as Lightning does not after a checkpoint; ``orders``:
+    the seed of each rank's order of batches; ``kind``: words that choose precision and options.
+    """
     torch.manual_seed(5)
-    model = Model()
+    model = Model(kind, drops=drops)
     torch.manual_seed(11 + rank)
     disks = [out / place, *([out / further] if out.name in STRIPED else [])]
-    disk: dict[str, Any] = {"disk_path": disks} if store else {}
-    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **disk, **options)
-    trainer = shared_model.trainer(
-        out, strategy, max_steps=steps, max_epochs=-1, gradient_clip_val=0.3 if out.name.endswith("clipped") else None,
-        accumulate_grad_batches=1, callbacks=[*more, Tells(out / f"ended-{rank}")],
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(3 + rank)
+    given: dict[str, Any] = {"disk_path": disks} if store else {}
+    if "devices" in kind:
+        given["device"] = EmulatedDevice("1MiB", seed=rank)
+    strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, **given, **options)
+    flags = {"max_steps": steps, "max_epochs": -1, "callbacks": [*more, Tells(out / f"ended-{rank}")], **flags_of(kind)}
+    trainer = shared_model.trainer(out, strategy, **flags)
+    generator = torch.Generator().manual_seed(3 + orders[rank])
     data = torch.randint(0, 13, (batches * 2, 7), generator=torch.Generator().manual_seed(21 + rank))
     loader = DataLoader(data, 2, shuffle=True, generator=generator)
     try:
-        trainer.fit(model, loader, ckpt_path=out / place if resume is True else resume or None)
+        trainer.fit(
+            model,
+            DataLoader(list(loader)[used:], None) if used else loader,
+            ckpt_path=out / place if resume is True else resume or None,
+        )
     finally:
         (out / f"losses-{rank}").write_text(json.dumps({str(k): v for k, v in model.told.items()}))
     trainer.save_checkpoint(out / "end.ckpt", weights_only=False)
@@ -214,12 +258,13 @@ def losses(out: Path, world: int) -> list[dict[str, float]]:
 
 
 def same_end(out: Path, other: Path) -> bool:
-    """Whether two runs have ended with the same weights and state."""
+    """Whether two runs have ended with the same weights, state and loss scale."""
     mine, theirs = (torch.load(folder / "end.ckpt", weights_only=False) for folder in (out, other))
     pairs = [(mine["state_dict"][key], value) for key, value in theirs["state_dict"].items()]
     for key, state in theirs["optimizer_states"][0]["state"].items():
         pairs += [(mine["optimizer_states"][0]["state"][key][name], value) for name, value in state.items()]
-    return all(torch.equal(one, two) for one, two in pairs) and mine["global_step"] == theirs["global_step"]
+    same = all(mine.get(name) == theirs.get(name) for name in ("global_step", "MixedPrecision"))
+    return same and all(torch.equal(one, two) for one, two in pairs)
 
 
 def ended(out: Path, world: int) -> int:
@@ -230,10 +275,8 @@ def ended(out: Path, world: int) -> int:
 def killed_and_resumed(root: Path, world: int, plan: Any, kills: Sequence[Kill], *, kind: str = "plain") -> dict[str, Any]:
     """Kills at one point after the other, and lets the last run end. Returns what became of it."""
     reference, out = root / f"reference-{world}-{kind}", root / f"killed-{kind}"
-    if not reference.exists():
-        reference.mkdir()
-        assert not any(run(world, lambda rank: train(reference, rank, "host", resume=False, store=False)))
-    shutil.rmtree(out, ignore_errors=True)
+    reference.mkdir()
+    assert not any(run(world, lambda rank: train(reference, rank, "host", resume=False, store=False, kind=kind)))
     out.mkdir()
     told: list[dict[str, float]] = [{} for _ in range(world)]
     resume, reached = False, 0
@@ -241,7 +284,7 @@ def killed_and_resumed(root: Path, world: int, plan: Any, kills: Sequence[Kill],
         before = ended(out, world)
         for file in out.glob("losses-*"):
             file.unlink()
-        statuses = run(world, partial(_train_again, out, plan, resume), kill)
+        statuses = run(world, partial(train, out, plan=plan, resume=resume, kind=kind), kill)
         if kill is None:
             assert not any(statuses), "a resume has failed"
         else:
@@ -253,7 +296,7 @@ def killed_and_resumed(root: Path, world: int, plan: Any, kills: Sequence[Kill],
             file = out / f"losses-{rank}"
             if file.exists():
                 found = json.loads(file.read_text())
-                first = min(map(int, found), default=before)
+                first = min(map(int, found), default=before * _accumulated(kind)) // _accumulated(kind)
                 assert not resume or first >= before - 1, f"resumed at {first}, and {before} steps had ended"
                 told[rank] |= found
         resume = resume or ended(out, world) > 1
@@ -264,10 +307,6 @@ def killed_and_resumed(root: Path, world: int, plan: Any, kills: Sequence[Kill],
     return {"reached": reached, "differs": differs, "same": same_end(out, reference)}
 
 
-def _train_again(out: Path, plan: Any, resume: bool, rank: int) -> None:
-    train(out, rank, plan, resume=resume)
-
-
 def random_kills(seed: int, world: int, number: int) -> list[Kill]:
     draw = random.Random(seed)
     points = list(POINTS)[:6]
@@ -275,36 +314,45 @@ def random_kills(seed: int, world: int, number: int) -> list[Kill]:
 
 
 def moved(root: Path) -> dict[str, Any]:
-    """What three ranks have kept goes to two, one, two and three, with kills on the way."""
-    out, first = root / "moved", root / "moved-first"
+    """What three ranks have kept goes to two, one, two and three, with kills on the way. Each time
+    they train a step without dropout, as from a checkpoint of the step before.
+    """
+    out, last, whole = root / "moved", root / "moved-3", {"drops": 0.0, "batches": 8}
     out.mkdir()
-    assert not any(run(3, lambda rank: train(out, rank, "disk", resume=False, steps=3)))
-    first.mkdir()
-    shutil.move(out / "end.ckpt", first / "end.ckpt")
-    read = is_read_by_the_command(out, first)
+    last.mkdir()
+    assert not any(run(3, lambda rank: train(out, rank, "disk", resume=False, steps=3, **whole)))
+    shutil.move(out / "end.ckpt", last / "end.ckpt")
+    read = is_read_by_the_command(out, last)
     reached, same, further, elsewhere = 0, [], "more", "elsewhere"
     points = ("while parts come from other ranks", "before the earlier stores go", "while the earlier stores go")
-    for world, plan, kills in [
-        (2, MIXED, [Kill(1, points[0], 2), Kill(0, points[1], 1), Kill(0, points[2], 1)]),
-        (1, "disk", [Kill(0, points[0], 3), Kill(0, points[2], 2)]),
-        (2, "host", [Kill(-1, points[1], 1)]),
-        (3, "disk", [Kill(2, points[0], 1)]),
-    ]:
+    for used, (world, plan, orders, kills) in enumerate([
+        (2, MIXED, (0, 1), [Kill(1, points[0], 2), Kill(0, points[1], 1), Kill(0, points[2], 1)]),
+        (1, "disk", (0,), [Kill(0, points[0], 3), Kill(0, points[2], 2)]),
+        (2, "host", (0, 0), [Kill(-1, points[1], 1)]),
+        (3, "disk", (0, 0, 0), [Kill(2, points[0], 1)]),
+    ], start=3):  # fmt: skip
         for kill in [*kills, None]:
-            statuses = run(
-                world, lambda rank, plan=plan, further=further: train(out, rank, plan, resume=True, steps=3, further=further), kill
-            )
+            statuses = run(world, partial(_takes_a_step, out, plan, used, further=further, **whole), kill)
             reached += any(map(was_killed, statuses))
             assert kill is not None or not any(statuses), "a resume has failed"
-        same.append(same_end(out, first))
+        assert len({(out / f"drawn-{rank}").read_text() for rank in range(world)}) == world, "random numbers of their own"
+        begin, last = last / "end.ckpt", root / f"moved-{used + 1}"
+        last.mkdir()
+        call = partial(train, last, plan="host", resume=begin, store=False, steps=used + 1, used=used, orders=orders, **whole)
+        assert not any(run(world, call))
+        same.append(same_end(out, last) and losses(out, world) == losses(last, world))
         if world == 2:  # the further disk is mounted elsewhere
             further, elsewhere = elsewhere, further
             shutil.move(out / elsewhere, out / further)
         assert len(sets.stores_in(out / "store")) == world, "earlier stores are gone"
     ends = [Ends(out / "epochs")]
-    assert not any(run(2, lambda rank: train(out, rank, "disk", resume=True, steps=5, further=further, batches=2, more=ends)))
-    same.append((out / "epochs").read_text() == "0 after 3, 1 after 5, ")  # three batches had been used of the first
+    assert not any(run(2, lambda rank: train(out, rank, "disk", resume=True, steps=9, further=further, batches=2, more=ends)))
+    same.append((out / "epochs").read_text() == "0 after 7, 1 after 9, ")  # seven batches had been used of the first
     return {"reached": reached, "differs": [], "same": all(same) and read}
+
+
+def _takes_a_step(out: Path, plan: Any, used: int, rank: int, **options: Any) -> None:
+    train(out, rank, plan, resume=True, steps=used + 1, more=[Draws(out / f"drawn-{rank}")], **options)
 
 
 def is_read_by_the_command(out: Path, first: Path) -> bool:
@@ -355,6 +403,21 @@ def keeps_some(root: Path) -> dict[str, Any]:
     return {"reached": reached, "differs": [], "same": same_end(out, reference)}
 
 
+def begins_anew(root: Path) -> dict[str, Any]:
+    """Kept steps are written over by nobody: they are put aside, and can be gone on from."""
+    reference, out = root / "reference-2-plain", root / "anew"
+    out.mkdir()
+    assert not any(run(2, partial(train, out, plan=MIXED, resume=False, steps=2)))
+    statuses = run(2, partial(train, out, plan=MIXED, resume=False))
+    words = f"holds step 2 of an earlier run.* pass ckpt_path={str(out / 'store')!r} to trainer.fit.* pass new_run=True"
+    refused = all(re.search(words, FAILED.with_name(f"{FAILED.name}-{rank}").read_text()) for rank in range(2))
+    same = []
+    for resume, place, new_run in ((False, "store", True), (out / "store.earlier-1", "further", False)):
+        assert not any(run(2, partial(train, out, plan=MIXED, resume=resume, place=place, new_run=new_run)))
+        same.append(same_end(out, reference) and len(losses(out, 2)[0]) == (4 if resume else 6))
+    return {"reached": all(statuses) and refused, "differs": [], "same": all(same)}
+
+
 def starts_again(root: Path) -> dict[str, Any]:
     """torchrun starts the ranks again when one is killed, and they go on."""
     reference, out = root / "reference-2-plain", root / "torchrun"
@@ -383,11 +446,18 @@ def main(root: Path) -> None:
     """Runs all cases, and prints what became of them."""
     os.chdir(root)
     report = {"moved": moved(root)}
-    for world, plan, seed, kind in [(2, MIXED, 1, "plain"), (2, "host", 2, "clipped"), (3, "disk", 5, "plain")]:
-        report[f"{world} ranks, {kind}, seed {seed}"] = killed_and_resumed(
-            root, world, plan, random_kills(seed, world, 3), kind=kind
-        )
-    report |= {"torchrun": starts_again(root), "a full disk": loses_a_disk(root), "keep_every": keeps_some(root)}
+    third = [Kill(1, "before it writes a record", 4), Kill(0, "before it writes a record", 2)]  # in it, and after it
+    for world, plan, kind, kills in [
+        (2, MIXED, "plain", random_kills(1, 2, 3)), (2, "host", "clipped accumulated", random_kills(2, 2, 3)),
+        (3, "disk", "scaled", third), (2, THERE, "half devices", third),
+    ]:  # fmt: skip
+        report[kind] = killed_and_resumed(root, world, plan, kills, kind=kind)
+    report |= {
+        "torchrun": starts_again(root),
+        "a full disk": loses_a_disk(root),
+        "keep_every": keeps_some(root),
+        "anew": begins_anew(root),
+    }
     print(json.dumps(report))
 
 
