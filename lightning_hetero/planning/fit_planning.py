@@ -155,9 +155,9 @@ class FitPlanning:
         session, model = self.session, self.model
         spare = _SPARE if session.options.host_memory is None else 1
         memory = int(spare * session.host_memory()) + self._on_top()
-        disk = hardware.disk_capacity_bytes
-        if session.options.disk_capacity is not None:
-            disk = min(disk, session.options.disk_capacity) if disk else session.options.disk_capacity
+        disk, share = hardware.disk_capacity_bytes, session.options.disk_share
+        if share is not None:
+            disk = min(disk, share) if disk else share
         disk = max(1, disk - session.directories.overhead_bytes) if disk else 0
         compute_s = sum(b.forward_s + b.backward_s for b in model.blocks)
         flop = 3 * sum(b.forward_flop for b in model.blocks)

@@ -25,28 +25,28 @@ def chosen(trainer: pl.Trainer, accelerator: Accelerator | None, name: str) -> t
     """The device that the Trainer's flags choose.
 
     Raises:
-        UnsupportedError: The package does not support it, there are several, or a launcher has
-            started several processes.
+        UnsupportedError: The package does not support it; or a launcher has started more processes
+            than the Trainer has devices, or there are several nodes with one each.
     """
     environment = trainer._accelerator_connector.cluster_environment
     try:
         processes = environment.world_size() if environment.creates_processes_externally else 1
     except KeyError:  # SLURM's environment without SLURM_NTASKS: no srun has started this process
         processes = 1
+    nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
+    if nodes > 1:
+        raise UnsupportedError(
+            f"strategy {name!r} got devices=1, num_nodes={nodes}; the devices of a node share a model, so there have to be two or "
+            f"more on each. Pass devices=2 or more, or num_nodes=1."
+        )
     if processes > 1:
         raise UnsupportedError(
-            f"strategy {name!r} runs in one process, but a launcher ({type(environment).__name__}) has started {processes}. "
-            f"Each of them would train a model of its own on all data. Start one process: run `python`, "
-            f"`torchrun --nproc-per-node=1` or `srun --ntasks=1`. To train one model in several processes, use "
-            f'strategy="hetero_parallel".'
+            f"strategy {name!r} got devices=1, but a launcher ({type(environment).__name__}) has started {processes} processes. "
+            f"Each of them would train a model of its own on all data. Pass devices={processes} to train one model together, or "
+            f"as many as each node has, and num_nodes. Or start one process: run `python`, `torchrun --nproc-per-node=1` or "
+            f"`srun --ntasks=1`."
         )
     devices = trainer._accelerator_connector._parallel_devices
-    nodes = trainer._accelerator_connector._num_nodes_flag  # trainer.num_nodes asks the strategy, which has one
-    if len(devices) > 1 or nodes > 1:
-        raise UnsupportedError(
-            f"strategy {name!r} got devices={len(devices)}, num_nodes={nodes}; it runs in one process, on one device. Pass "
-            f'devices=1, num_nodes=1; for several devices use strategy="hetero_parallel".'
-        )
     first = devices[0] if devices else "cpu"
     device = first if isinstance(first, torch.device) else torch.device("cpu")  # the CPU's are numbers of processes
     check_kind(device, accelerator, name)

@@ -15,6 +15,7 @@ def test_traces_are_those_of_the_simulator_and_collectives_overlap_with_compute(
         "waits_for_ranks_that_lack_gradients",
         "sees_what_is_simulated",
         "computes_meanwhile",
+        "goes_on_after_an_error",
     )
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2

@@ -108,21 +108,23 @@ def asks_alone(out: Path) -> None:
 
 
 def measures_the_machine(out: Path) -> None:
-    """One rank measures, while no rank has anything that all have to agree on."""
+    """One rank measures, before all have to agree on anything. Plans are for its share of disk."""
     measured = list[int | None]()
 
     def measure(machine: object, seconds: float, room: int | None) -> HardwareProfile:
         measured.append(room)
         return HardwareProfile.load(MACHINE)
 
-    shared, options = model(), {"disk_path": out / "store", "host_memory": "64MiB", "hardware_profile": None}
+    shared, plans, capacity = model(), Plans(), 64 << 20
+    options = {"disk_path": out / "store", "host_memory": "64MiB", "disk_capacity": capacity, "hardware_profile": None}
     with (
         mock.patch.object(hardware, "_measured", measure),
         mock.patch.object(hardware, "_known", return_value=None),
         mock.patch.object(machine_profile, "ENVIRONMENT", "NO_PROFILE"),
     ):
-        trainer(out, strategy(**options), max_epochs=2).fit(shared, batches())
+        trainer(out, strategy(**options), max_epochs=2, callbacks=[plans]).fit(shared, batches())
     same(shared, reference("", epochs=2))
+    assert 0 < HardwareProfile.from_json(plans.found[0][3]).disk_capacity_bytes < capacity // WORLD
     assert on_all_ranks(len(measured)) == [1] + [0] * (WORLD - 1)
 
 

@@ -6,7 +6,9 @@ and the reference.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.several import Together
 from support.shared_model import RANK, STEPS, WORLD, Model, batches, model, reference, run_scenarios, same, trainer
 
@@ -216,6 +219,25 @@ def has_64_bits(out: Path) -> None:
     torch.testing.assert_close(mine / WORLD, torch.stack(losses).detach(), rtol=1e-10, atol=0)
     for name, param in shared.named_parameters():
         torch.testing.assert_close(param, dict(plain.named_parameters())[name], rtol=1e-10, atol=1e-12)
+
+
+def says_that_steps_are_not_kept(out: Path) -> None:
+    """With a ``disk_path``, what has no state in the stores of ranks says so, and trains."""
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"optimizer": torch.optim.SGD}, {}, "SGD updates slices by its own code"),
+        ({"amsgrad": True}, {}, "AdamW updates slices by its own code"),
+        ({}, {"precision": "64-true"}, "AdamW updates slices by its own code"),
+    ]
+    for number, (options, flags, why) in enumerate(cases):
+        said, shared = BufferingHandler(1000), model(seed=5 + RANK, **options)
+        logging.getLogger("lightning_hetero").addHandler(said)
+        kept = HeteroOffloadStrategy("host", disk_path=out / f"steps-{number}", block_cls="Layer", update_threads=1)
+        trainer(out, kept, **flags).fit(shared, batches())
+        logging.getLogger("lightning_hetero").removeHandler(said)
+        (text,) = (text for record in said.buffer if (text := record.getMessage()).startswith("Steps are not kept"))
+        assert why in text
+        if not flags:
+            same(shared, reference("", **options))
 
 
 def skips_steps_that_overflow(out: Path) -> None:

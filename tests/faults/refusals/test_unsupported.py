@@ -69,8 +69,8 @@ def test_the_remedy_for_adapters_that_replace_a_weight_in_forward_is_to_adapt_mo
     assert remedy == "Leave target_parameters out of its LoraConfig: adapters of modules (target_modules) train there."
 
 
-def test_two_nodes_are_refused(root: Path) -> None:
-    refused_in(root, UnsupportedError, ["num_nodes=2", "one process", "num_nodes=1"], num_nodes=2)
+def test_two_nodes_with_a_device_each_are_refused(root: Path) -> None:
+    refused_in(root, UnsupportedError, ["devices=1, num_nodes=2", "Pass devices=2 or more, or num_nodes=1"], num_nodes=2)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
@@ -88,7 +88,7 @@ def test_one_of_several_processes_is_refused(root: Path, monkeypatch: pytest.Mon
     }[launcher]
     for name, value in (variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
-    words = ["has started 2", "a model of its own", "--nproc-per-node=1", 'strategy="hetero_parallel"']
+    words = ["has started 2 processes", "a model of its own", "Pass devices=2 to train one model", "--nproc-per-node=1"]
     with pytest.raises(UnsupportedError) as caught:
         fit(new_module(), root, HeteroOffloadStrategy("disk"))
     assert all(word in str(caught.value) for word in words)
