@@ -64,7 +64,21 @@ def unreadable(path: Path) -> str:
         ConfigError: A file cannot be read.
     """
     file, config = _read(path)
-    folder = file.absolute().parent
+    return " ".join(filter(None, (_quantized(file, config), _separate_experts(file.absolute().parent, config))))
+
+
+def _quantized(file: Path, config: families.Config) -> str:
+    found = config.values.get("quantization_config")
+    if found is None:
+        return ""
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    return (
+        f"{file} has a quantization_config ({method}), which is not followed: the figures are those of weights that are not "
+        f"quantized, or quantized as --quantize says. A run, too, needs a folder whose weights are not quantized."
+    )
+
+
+def _separate_experts(folder: Path, config: families.Config) -> str:
     if not any(_EXPERT.search(name) for header in _headers(folder) for name in header):
         return ""
     if config.values.get("model_type") not in families.KNOWN:

@@ -172,6 +172,13 @@ def test_a_folder_that_a_run_refuses_is_named_with_the_remedy(family: str, machi
     assert "expert" not in shown[1]
 
 
+@pytest.mark.parametrize("method", ["torchao", "bitsandbytes"])
+def test_a_quantization_that_a_folder_has_is_not_followed_and_named(method: str, machine: list[str], tmp_path: Path) -> None:
+    folder = _written(tmp_path / "folder", {**TINY, "quantization_config": {"quant_method": method}})
+    given = ["plan", "--model", folder, "--batch", "1", "--sequence", "8", *machine, "--planner", "host"]
+    assert f"has a quantization_config ({method}), which is not followed" in " ".join(invoke(*given).stderr.split())
+
+
 def test_another_model_replaces_the_remembered_one() -> None:
     kept = Request(model_config=Path("a"), lora="r=1,targets=q", quantize="nf4", batch=2, sequence=8)
     assert Request().or_else(kept) == kept
