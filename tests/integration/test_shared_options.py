@@ -39,6 +39,7 @@ def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
         "has_lightnings_manners",
         "has_batches_of_other_sizes",
         "assigns_weights",
+        "looks_at_gradients",
         "averages_weights",
         "saves_after_errors",
     )

@@ -24,9 +24,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import HeteroError, UnsupportedError, VerificationError
+from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError, VerificationError
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.shared_model import DATA, RANK, Model, batches, model, reference, run_scenarios, same, trainer
+from support.shared_model import DATA, RANK, WORLD, Model, batches, model, reference, run_scenarios, same, trainer
 
 UNEVEN = DATA[:11]  # with two ranks and batches of four: the last batch has two, one of which is repeated
 
@@ -95,6 +95,65 @@ def has_lightnings_manners(out: Path) -> None:
         for mine, other in zip(ours[2], theirs[2], strict=True):
             assert mine.keys() == other.keys()
             assert all(torch.equal(value, other[name]) for name, value in mine.items()), (mine, other)
+
+
+class Gradients(pl.Callback):
+    """Looks at gradients in hooks of parameters, and after the backward of each of two batches.
+
+    Attributes:
+        hooked: What hooks have seen: the names of parameters, and gradients.
+    """
+
+    names = ("layers.1.up.weight", "head.weight")
+
+    def __init__(self) -> None:
+        self.hooked, self._batch = list[tuple[str, Tensor]](), 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for name in self.names:
+            module.get_parameter(name).register_hook(lambda grad, name=name: self.hooked.append((name, grad.clone())))
+
+    def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
+        inside, outside = (module.get_parameter(name).grad for name in self.names)
+        if self._batch == 0:  # which accumulates
+            assert torch.equal(outside, dict(self.hooked)["head.weight"]), "of this rank"
+        for grad in (inside, outside)[: self._batch + 1]:
+            with pytest.raises(OffloadedAccessError, match=f"spread over {WORLD} ranks, so its values cannot be read. Its norm"):
+                grad.sum()
+        means = [_means(module, index) for index in range(self._batch + 1)]
+        for place, grad in enumerate((inside, outside)[: self._batch + 1]):
+            torch.testing.assert_close(grad.norm(), sum(mean[place] for mean in means).norm(), rtol=1e-5, atol=0)
+        self._batch += 1
+        if self._batch == 2:
+            module.layers[1].up.weight.grad = torch.zeros_like(module.layers[1].up.weight)
+
+
+def _gradients(index: int, rank: int) -> list[Tensor]:
+    plain = model()
+    plain.offset.zero_()
+    plain.loss(list(batches(rank))[index], index).backward()
+    return [plain.get_parameter(name).grad for name in Gradients.names]
+
+
+def _means(module: Any, index: int) -> list[Tensor]:
+    every = [_gradients(index, rank) for rank in range(WORLD)]
+    return [
+        torch.stack(rows).double().mean(0).float() / module.trainer.accumulate_grad_batches for rows in zip(*every, strict=True)
+    ]
+
+
+def looks_at_gradients(out: Path) -> None:
+    """Hooks see the rank's own gradients. After backward only norms are there to read."""
+    looks = Gradients()
+    with pytest.raises(UnsupportedError, match=r"'layers\.1\.up\.weight' got another gradient after backward"):
+        trainer(out, HeteroOffloadStrategy("host", block_cls="Layer"), accumulate_grad_batches=2, callbacks=[looks]).fit(
+            model(), batches()
+        )
+    for index in range(2):
+        seen, own = dict(looks.hooked[2 * index : 2 * index + 2]), _gradients(index, RANK)
+        assert seen.keys() == set(Gradients.names)
+        for name, grad in zip(Gradients.names, own, strict=True):
+            assert torch.equal(seen[name], grad / 2), name
 
 
 def has_batches_of_other_sizes(out: Path) -> None:
