@@ -18,7 +18,7 @@ def test_16_bit_weights_have_masters_in_slices(tmp_path: Path) -> None:
 
 def test_optimizers_update_slices_by_their_own_code(tmp_path: Path) -> None:
     scenarios = ("updates_by_element", "updates_whole_parameters", "has_several_optimizers", "has_64_bits")
-    run(tmp_path, *scenarios, "says_that_steps_are_not_kept", world=3)
+    run(tmp_path, *scenarios, "says_that_steps_are_not_kept", "refuses_by_name", world=3)
 
 
 def test_optimizers_with_state_of_their_own_go_on_in_one_process(tmp_path: Path) -> None:

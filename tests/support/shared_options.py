@@ -7,6 +7,7 @@ and the reference.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.ir.plan import BlockPlan, Plan, UpdateLane
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.several import Together
 from support.shared_model import RANK, STEPS, WORLD, Model, batches, model, reference, run_scenarios, same, trainer
@@ -238,6 +240,32 @@ def says_that_steps_are_not_kept(out: Path) -> None:
         assert why in text
         if not flags:
             same(shared, reference("", **options))
+
+
+def refuses_by_name(out: Path) -> None:
+    """What ranks cannot train is refused before anything trains, with what helps."""
+    bounded = model()
+    bounded.embed = torch.nn.Embedding(13, 30, max_norm=1.0)
+    there = Plan(name="mine", blocks=(BlockPlan(name="*", update=UpdateLane.DEVICE),))
+    cases: list[tuple[Model, Any, dict[str, Any], str]] = [
+        (bounded, "host", {}, r"max_norm=1\.0.*Leave max_norm out"),
+        (model(), there, {}, r"update='device' for block 'embed', which \d ranks share\. Allowed: .* update on 'cpu'"),
+        (model(optimizer=torch.optim.SGD), "disk", {}, r'SGD.*plan="host"'),
+        (model(), "disk", {"precision": "64-true"}, r'AdamW.*plan="host"'),
+    ]
+    with suppress(ImportError):
+        from bitsandbytes.nn import Linear4bit
+
+        quantized = model()
+        quantized.layers[1].up = Linear4bit(30, 67, compute_dtype=torch.float32)
+        cases.append((quantized, "host", {}, r"layers\.1\.up\.weight.* of Params4bit.*Or pass devices=1"))
+    for module, plan, flags, words in cases:
+        before = {name: param.clone() for name, param in module.named_parameters()}
+        strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1)
+        with pytest.raises(HeteroError, match=words):
+            trainer(out, strategy, **flags).fit(module, batches())
+        assert not module.losses, "nothing has trained"
+        assert all(torch.equal(param.float(), before[name]) for name, param in module.named_parameters())
 
 
 def skips_steps_that_overflow(out: Path) -> None:
