@@ -294,7 +294,8 @@ class Use:
     """One forward of a block, and what it has saved. The tensors that it saved hold it."""
 
     def __init__(self, model: Activations, block: BlockActivations) -> None:
-        self._model, self._block, self._weights = model, block, model.weights
+        self._model, self._block, self._weights, self._casts = model, block, model.weights, model.casts
+        self._stays = block.keeps and not model.lanes.counts  # what it saves, unless another use moves it
         self._device_type = model.lanes.device_type
         self._key = object()  # what owned storages name: they must not keep the use alive
         self._number = 0
@@ -316,7 +317,7 @@ class Use:
                 f"{block.name}: activations cannot be followed here: {error}. Blocks that run under torch.func need saved='keep' "
                 f"and weights on 'device' in the plan."
             ) from error
-        if lanes.counts or not block.keeps:  # else all storages are treated alike
+        if not self._stays:  # else all storages are treated alike
             self._fixed = block.fixed()
             tensors = (leaf for leaf in tensors_in((args, kwargs)) if has_storage(leaf, self._device_type))
             self._inputs = {leaf.untyped_storage()._cdata for leaf in tensors} - self._fixed
@@ -359,9 +360,12 @@ class Use:
     def pack(self, tensor: Tensor) -> Packed:
         """The pack hook; see [Note: What is saved]."""
         number, self._number = self._number, self._number + 1
-        casts = self._model.casts
+        casts = self._casts
         cast = casts.reference(tensor) if casts is not None and casts.entered else None
-        return cast or self._weights(tensor) or self._save(tensor, number)
+        found = cast or self._weights(tensor)
+        if found is None and self._stays and not self._model.storages:  # nothing needs to know its storage
+            return StayingTensor(self._block.name, number, tensor.detach())
+        return found or self._save(tensor, number)
 
     def recompute(self) -> None:
         """Brings back the tensors that were dropped."""
@@ -373,8 +377,6 @@ class Use:
     def _save(self, tensor: Tensor, number: int | None) -> Packed:
         """Saves a tensor for autograd, or an argument of the forward (``number=None``)."""
         model, block = self._model, self._block
-        if block.keeps and not (model.storages or model.lanes.counts):  # nothing needs to know its storage
-            return StayingTensor(block.name, number or 0, tensor.detach())
         if not has_storage(tensor, self._device_type) or tensor.is_conj() or tensor.is_neg():
             return _Kept(tensor.detach())
         storage = tensor.untyped_storage()

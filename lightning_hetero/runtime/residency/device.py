@@ -101,7 +101,7 @@ class DeviceResidency(Residency):
         """Parameters whose new weights come from the host become handles."""
         self._in_batch = self._evaluates = False
         for block in self._blocks:
-            if not block.uses and self.is_released(block):
+            if not (block.uses or self.is_away(block)) and self.is_released(block):  # others are handles already
                 bring_back_all(block)
                 self.parameters.hide(block)
 
