@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_hetero import BlockPlan, Plan, Tier
+from lightning_hetero.ir.plan import UpdateOrder
 from lightning_hetero.runtime.activations.swaps import Swap
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support.cuda import MIXED, RESIDENT
 from support.models import LitModel, Outcome, Recipe, Shape, run
 
 HOST = Plan(name="below", blocks=(BlockPlan(name="model.blocks.*"), RESIDENT))
+WAITING = replace(HOST, update_order=UpdateOrder.AFTER_BACKWARD)
 FOUR = Shape(layers=4, dropout=0.2, counting=False)
 ON_CPU = Plan(name="on the CPU", blocks=(BlockPlan(name="model.blocks.*", weights=Tier.DEVICE), RESIDENT))
 ON_DISK = Plan(name="on disk", blocks=(BlockPlan(name="model.blocks.*", weights=Tier.DEVICE, state=Tier.DISK), RESIDENT))
@@ -26,6 +29,7 @@ FAULTS: dict[str, tuple[Recipe, Any, list[tuple[int, str, str]]]] = {
     "forward, after updates": (Recipe(shape=FOUR), ON_CPU, [(1, "forward", "blocks.2")]),
     "backward": (Recipe(shape=FOUR, steps=2), "resident", [(0, "backward", "blocks.0")]),
     "backward, before updates": (Recipe(shape=FOUR, steps=2), HOST, [(1, "backward", "head")]),
+    "backward, and updates wait for its end": (Recipe(shape=FOUR, steps=3), WAITING, [(2, "backward", "blocks.0")]),
     "recomputation": (Recipe(shape=FOUR, steps=2), MIXED, [(0, "recomputation", "blocks.0")]),
     "swap-in": (Recipe(shape=FOUR, steps=2), MIXED, [(0, "swap-in", "")]),
     "micro-batches": (
