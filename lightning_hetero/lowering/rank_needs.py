@@ -35,8 +35,9 @@ def whole_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) ->
 def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:
     """Host memory for whole weights and gradients, and room to exchange them; 0 for one rank.
 
-    Whole gradients are those of two blocks, one in backward and one that is being reduced, and of
-    all pinned ones.
+    Whole gradients are those of two repeated blocks, one in backward and one that is being reduced,
+    and of all pinned ones. The largest of these counts twice: autograd may add up two gradients of
+    it, as of an embedding that is also the head.
 
     Args:
         plan: The resolved plan.
@@ -48,10 +49,11 @@ def beside_slices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: 
         return 0
     more = 0 if in_place else ranks - 1
     stay = sum(more * b.weight_bytes for b, p in zip(model.blocks, plan.blocks, strict=True) if p.weights is Tier.DEVICE)
-    sizes = [b.gradient_bytes * ranks for b in model.blocks]
-    largest = max(sizes, default=0)
-    pinned = sum(size for size, b in zip(sizes, model.blocks, strict=True) if b.pinned)
-    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + pinned + 2 * (largest + min(largest, EXCHANGE_BYTES))
+    repeated = [b.gradient_bytes * ranks for b in model.blocks if not b.pinned]
+    pinned = [b.gradient_bytes * ranks for b in model.blocks if b.pinned]
+    gradients = sum(sorted(repeated)[-2:]) + sum(pinned) + max(pinned, default=0)
+    exchanged = 2 * min(max(*repeated, *pinned, 0), EXCHANGE_BYTES)
+    return whole_bytes(plan, model, ranks, in_place=in_place) + stay + gradients + exchanged
 
 
 def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place: bool) -> int:

@@ -315,7 +315,6 @@ class Executor:
         self.batch.in_backward, self._at = True, None
         if self._apart is not None:
             self._apart.begin_backward(self.blocks)
-            loss = None
         with self.recorder.waiting("backward"):
             if self.device is None:
                 self.handlers.wait_updates()

@@ -2,19 +2,23 @@
 
 [Note: Sums of gradients]
 A parameter that is used more than once, such as an embedding that is also the head, has several
-gradients, which autograd adds up. Then three of them exist for a moment: the old sum, the new
-gradient and the new sum (autograd adds in place only if nothing else refers to the storage). The
-budget counts one. So cached weights are released before the last backward of a block that is not
-pinned, if the other two would exceed the budget. They are fetched again as for a smaller cache.
+gradients, which autograd adds up: in place, if nothing else refers to the memory of the first one.
+The gradient of ``F.linear``'s weight is a view, whose base refers to it. Then three of them would
+exist for a moment: both gradients and the sum. So such a gradient is detached from its base as it
+is made, and two exist. The bits are the same. The budget counts one. So cached weights are released
+before the last backward of a block that is not pinned, if the other one would exceed the budget.
+They are fetched again as for a smaller cache.
 Source: PyTorch, torch/csrc/autograd/input_buffer.cpp.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_hetero.errors import OutOfMemoryBudgetError
 from lightning_hetero.runtime.context import Run
@@ -34,6 +38,7 @@ class GradientRoom:
     def __init__(self, run: Run, weights: HostWeights) -> None:
         self._blocks, self._heap, self._weights = run.blocks, run.heap, weights
         self._holds_activations = run.side is None  # the host's memory does
+        self._copies = 1 if run.slices is None else run.slices.collectives.shards  # a rank has a slice, and makes the whole
         self._any_time = {b.index for b in run.blocks if b.spec.pinned and b.rest is None}
         self._sized, self._coming = weights.model, dict[int, int]()  # a model, and the gradients that come with its blocks
         self._unseen_bytes = 0  # gradients since the process's memory was looked at
@@ -45,10 +50,13 @@ class GradientRoom:
         self._heap.forward_begins(self._weights.coming_bytes())
 
     def backward_begins(self, loss: Tensor | None) -> None:
-        """A backward begins. Finds, once, the gradients that it is going to add up."""
+        """A backward begins: large gradients that it is going to add up are added in place."""
         self._heap.backward_begins()
-        if loss is not None and self._sum_bytes is None and self._weights.capacity_bytes:
-            self._sum_bytes = largest_sum(loss, (p for b in self._blocks if b.spec.pinned for p in b.params()))
+        if loss is None or (self._sum_bytes is not None and self._sum_bytes < WORTH_IT):  # it is looked at once
+            return
+        sums = sums_of(loss, (p for b in self._blocks if b.spec.pinned for p in b.params()))
+        self._sum_bytes = max((p.nbytes for p in sums), default=0)
+        add_in_place(node for param, nodes in sums.items() if param.nbytes >= WORTH_IT for node in nodes)
 
     def make_room(self, block: Block) -> None:
         """The backward of a block begins: gives free memory back if its gradients may not fit."""
@@ -81,8 +89,13 @@ class GradientRoom:
     def give_way(self, block: Block) -> None:
         """The backward begins after which only pinned blocks follow: [Note: Sums of gradients]."""
         summed = self._sum_bytes or 0
-        if summed >= WORTH_IT:
-            self._weights.evict(min(2 * summed, self._heap.lacking(self._gradients_coming(block) + summed)), spare=block)
+        if summed < WORTH_IT or not self._holds_activations:
+            return
+        coming_bytes = self._gradients_coming(block) + summed
+        if self._copies == 1:
+            self._weights.evict(min(summed, self._heap.lacking(coming_bytes)), spare=block)
+        else:  # no rank decides alone what is cached, and the needs of ranks count sums
+            self._heap.check(coming_bytes)
 
     def _gradients_coming(self, block: Block) -> int:
         """Bytes of gradients until the next block; those of pinned blocks come at any time."""
@@ -93,25 +106,38 @@ class GradientRoom:
         if coming is None:
             here = [block] if block.trained is None else [block, block.trained]
             rows = self._any_time.union(b.index for b in here)
-            coming = self._coming[block.index] = sum(model.blocks[index].gradient_bytes for index in rows)
+            coming = self._coming[block.index] = self._copies * sum(model.blocks[index].gradient_bytes for index in rows)
         return coming
 
 
-def largest_sum(loss: Tensor, params: Iterable[nn.Parameter]) -> int:
-    """Bytes of the largest gradient of these parameters that backward adds up; 0 for none."""
-    counts = gradients_added(loss)
-    return max((p.numel() * p.element_size() for p in params if counts[id(p)] > 1), default=0)
+def sums_of(loss: Tensor, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, Sequence[Node]]:
+    """The parameters of which backward adds up several gradients, and the nodes that make them."""
+    found = gradients_added(loss)
+    return {param: nodes for param in params if len(nodes := found.get(id(param), ())) > 1}
 
 
-def gradients_added(loss: Tensor) -> Counter[int]:
-    """The number of gradients that backward from a tensor adds up, by the parameter's ``id``."""
-    found: Counter[int] = Counter()
+def add_in_place(nodes: Iterable[Node]) -> None:
+    """Has autograd add up in place what these nodes make."""
+    for node in nodes:
+        node.register_hook(_detached)
+
+
+def _detached(made: Sequence[Tensor | None], _: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+    """The gradients that a node has made, without the tensors of which they are views."""
+    if torch.is_grad_enabled():  # with create_graph=True they have a graph, and are not added in place
+        return None
+    return tuple(None if grad is None else grad.detach() for grad in made)
+
+
+def gradients_added(loss: Tensor) -> Mapping[int, Sequence[Node]]:
+    """The nodes that make each parameter's gradients in backward, by the parameter's ``id``."""
+    found: defaultdict[int, list[Node]] = defaultdict(list)
     waiting = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(waiting)  # it keeps nodes alive: a node without a reference is a new Python object each time
     while waiting:
-        for node, _ in waiting.pop().next_functions:
+        for node, _ in (maker := waiting.pop()).next_functions:
             if (variable := getattr(node, "variable", None)) is not None:
-                found[id(variable)] += 1
+                found[id(variable)].append(maker)
             elif node is not None and node not in seen:
                 seen.add(node)
                 waiting.append(node)
