@@ -124,7 +124,27 @@ class StoreBusyError(StoreError):
 
 
 class StoreCorruptError(StoreError):
-    """Bytes that were read differ from those written: names block, chunk, file and offset."""
+    """Bytes that were read differ from those written: names block, chunk, file and offset.
+
+    Attributes:
+        fault: The same as data, if it is in one of a block's files.
+    """
+
+    def __init__(self, message: str, fault: object = None) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class DataEndedError(ConfigError):
+    """On a resume the data has fewer batches than had been used of the epoch.
+
+    Attributes:
+        batches: How many it has.
+    """
+
+    def __init__(self, message: str, batches: int = 0) -> None:
+        super().__init__(message)
+        self.batches = batches
 
 
 class CheckpointMissingError(HeteroError, FileNotFoundError):

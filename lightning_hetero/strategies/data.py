@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import BatchSampler
 
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, DataEndedError
 from lightning_hetero.strategies import loader_state
 from lightning_hetero.strategies.namespaces import lightning_of
 from lightning_hetero.untyped import Loader, Options, Trainer, Value
@@ -355,8 +355,8 @@ class TrainingData:
         self._loader_state.set(self._memory)
         try:
             batches = self._draw_again(combined, stateful, moments, drawn, held)
-        except _EndedError as error:
-            if error.number or not self._loader_state.forget():
+        except DataEndedError as error:
+            if error.batches or not self._loader_state.forget():
                 raise
             self._warn(
                 "what samplers or datasets return as state_dict before an epoch begins stands for the end of the one before: the "
@@ -387,7 +387,11 @@ class TrainingData:
             try:
                 batches = [*batches[-held:], next(combined)] if held else [next(combined)]
             except StopIteration:
-                raise _EndedError(number, drawn) from None
+                raise DataEndedError(
+                    f"the dataloader ends after {number} batches; {drawn} had been used when the last step was committed. Resume "
+                    f"with the data that training began with.",
+                    number,
+                ) from None
         return batches
 
     def _set(self, moment: _Moment) -> None:
@@ -427,17 +431,6 @@ def restore_validation(trainer: Trainer, state: Options) -> None:
         if started and loader_state.has_persistent_workers(loader) and loader._iterator is None:
             iter(loader)
     loader_state.set_generators(loader_state.generators(loaders), state["generators"])
-
-
-class _EndedError(ConfigError):
-    """The data has fewer batches than had been used."""
-
-    def __init__(self, number: int, drawn: int) -> None:
-        self.number = number
-        super().__init__(
-            f"the dataloader ends after {number} batches; {drawn} had been used when the last step was committed. Resume with the "
-            f"data that training began with."
-        )
 
 
 class _Followed:

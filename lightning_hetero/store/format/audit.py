@@ -203,7 +203,9 @@ class StoreFiles:
             try:
                 with self.slot(block) as file:
                     yield from file.check()
-            except _CorruptSlotError as error:
+            except StoreCorruptError as error:
+                if not isinstance(error.fault, Fault):
+                    raise
                 yield error.fault
         for name, size in self.record.states.items():
             if what := fault_of(self.path, name, size):
@@ -327,12 +329,6 @@ def step_of_slot(store: StoreFiles, name: str) -> int:
     return int(_STAMP.unpack(head)[3]) if len(head) == _STAMP.size else 0
 
 
-class _CorruptSlotError(StoreCorruptError):
-    def __init__(self, path: Path, fault: Fault) -> None:
-        super().__init__(os.path.join(path, str(fault)))
-        self.fault = fault
-
-
 class SlotFile:
     """The slot file of one committed block.
 
@@ -425,7 +421,7 @@ class SlotFile:
             count = min(raw.numel() - done, length - first)
             whole = count == length
             if fault := self._read_chunk(chunk, raw[done:] if whole else buffer):
-                raise _CorruptSlotError(self._store.path, fault)
+                raise self._damaged(fault)
             if not whole:
                 raw[done : done + count] = buffer[first : first + count]
             done += count
@@ -548,8 +544,11 @@ class SlotFile:
         where = place_of(self._store.places, self.block.file)
         return Fault(self.block.id, self.block.file if where.parent == self._store.path else str(where), offset, what)
 
-    def _corrupt(self, offset: int, what: str) -> _CorruptSlotError:
-        return _CorruptSlotError(self._store.path, self._fault(offset, what))
+    def _corrupt(self, offset: int, what: str) -> StoreCorruptError:
+        return self._damaged(self._fault(offset, what))
+
+    def _damaged(self, fault: Fault) -> StoreCorruptError:
+        return StoreCorruptError(os.path.join(self._store.path, str(fault)), fault)
 
 
 def _crc_table() -> tuple[int, ...]:
