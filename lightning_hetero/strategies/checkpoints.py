@@ -228,6 +228,7 @@ class Checkpoints:
         run = self._run
         store, own, module, precision = Path(path).resolve(), run.options.disk_path, run.module, run.strategy.precision_plugin
         if not lightning_of(module.trainer).is_fit(module.trainer):
+            rank_stores.find_disks(store, run.options.collectives, run.options.further_disks)
             stores = rank_stores.last_step(store, run.options.collectives, self.opened)
             return resume.for_evaluation(store, stores, module, precision, self.opened)
         if own is None:

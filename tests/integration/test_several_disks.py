@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from support.models import Outcome, Recipe, Shape, assert_same
+from support.models import Outcome, Recipe, Shape, assert_same, data, quiet_trainer
 from support.recipes import MIXED
 from support.resuming import Model, after, fit, train
 
@@ -91,6 +91,10 @@ def test_directories_may_be_mounted_elsewhere_and_in_another_order(disks: list[P
     with pytest.raises(StoreCorruptError, match=r"blocks in '.*ssd1.*stripe-.*not there.*has it in|blocks in '.*ssd1.*not there"):
         verify(disks[0], as_json=True)
     now = [disks[0], disks[2], tmp_path / "moved" / "run"]
+    losses = quiet_trainer(strategy=striped(now), default_root_dir=tmp_path).validate(
+        Model(RECIPE), data(2, seed=1), ckpt_path=disks[0], verbose=False
+    )
+    assert losses
     assert_same(train(tmp_path, striped(now), RECIPE, store=disks[0]), rest_of(plain))
     assert not verify(disks[0], as_json=True)
 
