@@ -67,6 +67,8 @@ REPLACED = (
         "A step is kept when its last hook has run. Lightning has no hook after the module's.",
     ),
     Borrowed("lightning:LightningModule.on_train_epoch_start", "The epoch's iterator exists when it has run."),
+    Borrowed("lightning:LightningModule.on_train_epoch_end", "Ranks compare what comes next on each of them."),
+    Borrowed("lightning:LightningModule.on_validation_end", "The same."),
     Borrowed("lightning:LightningModule.log", "A batch that begins again logs once."),
     Borrowed(
         "lightning:callbacks.Callback.on_train_batch_end",
@@ -139,6 +141,7 @@ TORCH = (
     Borrowed("torch.utils.data._DatasetKind", "Whether an iterator draws indices."),
     Borrowed("torch.distributed.checkpoint.filesystem._StorageInfo", "The format of checkpoints."),
     Borrowed("torch.distributed.checkpoint._traverse", "The same."),
+    Borrowed("torch.distributed.distributed_c10d._get_default_store", "A rank tells other nodes there why it ends."),
 )
 
 # Private names of Lightning that are used as they are.
@@ -154,6 +157,8 @@ LIGHTNING = (
     Borrowed("lightning strategy:_start_method", "How further ranks start."),
     Borrowed("fabric:utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "What a module says of its device."),
     Borrowed("trainer:_accelerator_connector", "Devices and processes before there is a strategy."),
+    Borrowed("trainer:_active_loop", "Whether a batch that is evaluated is the last one."),
+    Borrowed("trainer:fit_loop._can_stop_early", "Whether should_stop ends training now."),
     Borrowed("trainer:fit_loop._combined_loader", "The training data's iterators."),
     Borrowed("trainer:fit_loop._data_source", "The training data before a plan is made."),
     Borrowed("trainer:fit_loop._restarting", "A resume in the middle of an epoch."),

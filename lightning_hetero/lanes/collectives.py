@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from threading import Lock, get_ident
+from traceback import clear_frames
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK
 from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.mesh import REPLICATE, SHARD, close
 from lightning_hetero.lanes.network import EmulatedNetwork
+from lightning_hetero.lanes.notes import Notes
 
 _Value = TypeVar("_Value")
 
@@ -115,7 +117,7 @@ class Collectives:
         self._last: Event | None = None  # the end of the last op there, which nobody has waited for
         self.is_closed = False  # by this rank, which has failed
         self._failed = ""  # why the group cannot be used any more
-        self.why: Callable[[], str] = str  # why another rank has ended, if it has said so
+        self.notes = Notes()  # where a rank says why it ends
         self._lock = Lock()
         self._coming: deque[Announced] = deque()  # ops that have not been met for, or not been begun
         self._met: deque[list[bool]] = deque()  # for the first of these: the flags that any rank has
@@ -297,7 +299,8 @@ class Collectives:
         try:
             yield
         except RuntimeError as error:
-            cause = self.why() or f"another rank has died or hangs, or the network has failed ({error})"
+            clear_frames(error.__traceback__)  # which refer to the group: it ends with its last reference (`close`)
+            cause = self.notes.noted() or f"another rank has died or hangs, or the network has failed ({error})"
             self._failed = (
                 f"rank {self.rank} of {self.ranks} cannot go on: {cause.rstrip('.')}. Start all ranks again; their logs say which "
                 f"was the first. ({what} of {tensor.nbytes} bytes has failed.)"

@@ -72,7 +72,7 @@ _RULES = {
 
 _OF_TRAINERS = {  # options of ``HeteroOffloadStrategy`` that need Lightning's Trainer
     "new_run", "durability", "keep_every", "verify", "verify_digests", "link_checkpoints", "exclude_frozen_parameters",
-    "chunked_head",
+    "chunked_head", "timeout",
 }  # fmt: skip
 
 

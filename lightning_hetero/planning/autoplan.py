@@ -144,11 +144,6 @@ class Autoplan:
         """Says that this process is one of several ranks, before a fit."""
         self._together = Together(decisions)
 
-    def leave(self) -> None:
-        """Says that this rank has failed: the others do not wait for it."""
-        if self._together.decisions is not None:
-            self._together.decisions.close()
-
     @property
     def may_plan(self) -> bool:
         """Whether :meth:`before_batch` may plan."""

@@ -79,8 +79,9 @@ def _made(decisions: Decisions, make: Callable[[], str], *, makes: bool) -> list
     told, refusals = decisions.texts(made), decisions.texts("" if error is None else _named(error))
     if error is not None:
         raise error
-    for refusal in filter(None, refusals):
-        raise _raised(refusal)
+    for rank, refusal in enumerate(refusals):
+        if refusal:
+            raise _raised(refusal, rank)
     return told
 
 
@@ -90,13 +91,13 @@ def _named(error: Exception) -> str:
     return "\n".join([kind, getattr(error, "tier", ""), str(short), str(error) or repr(error)])
 
 
-def _raised(text: str) -> HeteroError:
+def _raised(text: str, rank: int) -> HeteroError:
     kind, tier, number, why = text.split("\n", 3)
     if kind == "plan":
         return PlanError(why, tier=tier, shortfall_bytes=int(number))
     if kind == "memory":
         return OutOfMemoryBudgetError(why, int(number), tier)
-    return HeteroError(f"the first rank has failed, and with it all that wait for what it plans: {why}")
+    return HeteroError(f"rank {rank} has failed, and with it all that wait for what it plans or measures: {why}")
 
 
 ALONE = Together()

@@ -94,7 +94,7 @@ def measure(decisions: Decisions, beside: Mapping[str, Load]) -> Network:
             kind in ``HardwareProfile.contention``.
     """
     collectives = Collectives(decisions.group, decisions.network, decisions.mesh)
-    collectives.why = decisions.why
+    collectives.notes = decisions.notes
     exchange = Exchange(decisions, collectives)
     meetings = []
     for _ in range(_MEETINGS):

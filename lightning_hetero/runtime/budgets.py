@@ -51,7 +51,7 @@ class Budgets:
         ranks = options.collectives
         self.file = None if ranks is None else shared_file(ranks)
         if ranks is not None and self.file is not None:
-            ranks.why = self.file.noted
+            ranks.notes.add(self.file)
         self._setup = ModelSetup(
             root, options.block_cls, content, built, alignment_bytes=alignment_bytes, own=options.own, file=self.file,
             share=None if ranks is None else ranks.broadcast,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,6 +97,8 @@ class HeteroOffload(_Base):
             without the logits of a whole batch. Losses differ by roundings from those of the
             unchunked head, and are the same under every plan.
         trace: Record events; see :attr:`trace`.
+        timeout: For how long ranks that share a model wait for each other before they end with an
+            error. Default: that of Lightning's ``DDPStrategy``, 30 minutes.
     """
 
     strategy_name = "hetero_offload"
@@ -129,6 +132,7 @@ class HeteroOffload(_Base):
         replan_drift: float | None = checked.REPLAN_DRIFT,
         chunked_head: bool = False,
         trace: bool = False,
+        timeout: timedelta | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -158,6 +162,7 @@ class HeteroOffload(_Base):
             replan_drift=replan_drift,
             chunked_head=chunked_head,
             trace=trace,
+            timeout=timeout,
         )
         super(Offloading, self).__init__("cpu", accelerator, checkpoint_io, precision_plugin)
         self.run = OffloadRun(self, choices)

@@ -10,6 +10,7 @@ stays the same object.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore, default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +32,7 @@ from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.decisions import Decisions
 from lightning_hetero.lanes.mesh import mesh_of
 from lightning_hetero.lanes.network import network_of_environment
+from lightning_hetero.lanes.notes import GroupNotes
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.runtime.options import StepRules
 from lightning_hetero.runtime.quantized import is_to_quantize
@@ -45,6 +47,7 @@ from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
+from lightning_hetero.strategies.rank_batches import RankBatches
 from lightning_hetero.strategies.resume import State
 from lightning_hetero.untyped import Function, Value
 
@@ -65,8 +68,8 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class _Ranks:
     """The ranks of a run, as its steps see them."""
 
-    def __init__(self, run: OffloadRun) -> None:
-        self._run = run
+    def __init__(self, run: OffloadRun, batches: RankBatches) -> None:
+        self._run, self._batches = run, batches
         self._has_trained = False  # in the batch before this one
 
     def rules(self, rules: StepRules) -> StepRules:
@@ -75,6 +78,8 @@ class _Ranks:
 
     def batch_begins(self, *, training: bool) -> None:
         """All ranks have the first one's buffers in a training batch and after it, as in DDP."""
+        if not training:
+            self._batches.evaluates(self._run.module.trainer)
         if training or self._has_trained:
             share_buffers(self._run)
         self._has_trained = training
@@ -93,6 +98,8 @@ class HeteroOffloadRanks(_Base):
 
     strategy_name = "hetero_offload"
     _averaging: Patches | None = None  # hooks of callbacks that average weights, during a fit
+    _decisions: Decisions | None = None  # once the ranks are connected
+    _batches: RankBatches | None = None
 
     def _configure_launcher(self) -> None:
         """Makes the launcher, unless something is asked for that several ranks do not have.
@@ -123,10 +130,15 @@ class HeteroOffloadRanks(_Base):
         own_cpus = cpus_of_rank(node_cpus(), frozenset(os.sched_getaffinity(0)), self.local_rank, self.num_processes)
         engine = replace(engine, cpus=own_cpus)
         collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
+        talk = dist.new_group(timeout=self._timeout, backend="gloo")
+        mesh = None if self.run.autoplan is None else mesh_of(self.num_nodes, self._timeout)  # which planning measures
+        if self.num_nodes > 1:
+            collectives.notes.add(GroupNotes(_own_store()))
+        self._decisions = Decisions(talk, network, mesh, collectives.notes)
+        self._batches = RankBatches(self._decisions)
+        self.run.join(_Ranks(self.run, self._batches))
         if self.run.autoplan is not None:
-            talk = dist.new_group(timeout=self._timeout, backend="gloo")
-            mesh = mesh_of(self.num_nodes, self._timeout)
-            self.run.autoplan.join(Decisions(talk, network, mesh, why=lambda: collectives.why()))
+            self.run.autoplan.join(self._decisions)
         disks = self.run.choices.options.disk_paths
         own = tuple(place_of(root.absolute(), collectives.rank, collectives.ranks, collectives.nodes) for root in disks[:1])
         self.run.change(replace(options, engine=engine, collectives=collectives, disk_paths=own + disks[1:]))
@@ -210,21 +222,31 @@ class HeteroOffloadRanks(_Base):
         if lightning_of(self).is_fit(trainer):
             self._averaging = give_weights(trainer, partial(self.materialize, self.run.module))
 
+    def on_train_start(self) -> None:
+        """Continues where the last step ended; from now on ranks that part are found."""
+        Offloading.on_train_start(self)
+        if self._batches is not None:
+            self._batches.follow(self.run.module.trainer)
+
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one ends, and leaves them: they do not wait for it."""
-        file, collectives = None if self.session is None else self.session.file, self.run.options.collectives
-        if file is not None and collectives is not None and not collectives.has_failed:
-            file.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
-            if not (first := file.noted()).startswith(f"rank {collectives.rank} "):  # one of Lightning's collectives failed
+        collectives = self.run.options.collectives
+        if collectives is not None and not collectives.has_failed:
+            collectives.notes.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
+            first = collectives.notes.noted()
+            is_news = not first.startswith(f"rank {collectives.rank} ") and str(exception) not in first
+            if first and is_news:  # one of Lightning's collectives failed
                 exception.add_note(f"{first.rstrip('.')}. Start all ranks again; their logs say which was the first.")
         Offloading.on_exception(self, exception)  # teardown must not rely on the engine
         if collectives is not None:
             collectives.close()
-        if self.run.autoplan is not None:
-            self.run.autoplan.leave()
+        if self._decisions is not None:
+            self._decisions.close()
 
     def teardown(self) -> None:
         """Gives all ranks the whole model back; optimizers keep their slices of state."""
+        if self._batches is not None:
+            self._batches.leave()
         if self._averaging is not None:
             self._averaging.restore()
             self._averaging = None
@@ -285,6 +307,14 @@ class HeteroOffloadRanks(_Base):
             Offloading.load_model_state_dict(self, checkpoint, strict)
 
 
+_fits = itertools.count()
+
+
+def _own_store() -> Store:
+    """A part of the ranks' common store that no fit before has written to."""
+    return PrefixStore(f"lightning_hetero/{next(_fits)}", _get_default_store())
+
+
 def _finds_dead_ranks() -> bool:
     """Whether ranks that torchrun has started again have the store with the addresses of the dead.
 
@@ -302,9 +332,9 @@ def join_ranks(strategy: Offloading, devices: Sequence[torch.device]) -> None:
     parts.clear()
     strategy.__class__ = class_for(lightning_of(strategy))
     begin: Function = super(Offloading, strategy).__init__
-    begin(parallel_devices=list(devices), cluster_environment=environment, **kept)
+    timeout = {} if run.choices.timeout is None else {"timeout": run.choices.timeout}
+    begin(parallel_devices=list(devices), cluster_environment=environment, **timeout, **kept)
     strategy.run = run
-    run.join(_Ranks(run))
     if kept["checkpoint_io"] is not None:
         strategy.checkpoint_io = kept["checkpoint_io"]  # one that saves on all ranks changes the class
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
@@ -49,6 +50,7 @@ class Choices:
     link_checkpoints: bool = False  # checkpoints are links to the store
     exclude_frozen: bool = False  # checkpoint files have no frozen weights
     chunked_head: bool = False  # language models compute head and loss in chunks
+    timeout: timedelta | None = None  # for which ranks wait for each other; ``None``: Lightning's
 
 
 def on_lanes(options: SessionOptions, autoplan: Autoplan | None, device: Device | None) -> SessionOptions:
@@ -82,6 +84,7 @@ def choices(
     replan_drift: float | None = REPLAN_DRIFT,
     chunked_head: bool = False,
     trace: bool = False,
+    timeout: timedelta | None = None,
 ) -> Choices:
     """Checks the options of ``HeteroOffloadStrategy``, which says what each of them means.
 
@@ -130,6 +133,7 @@ def choices(
         link_checkpoints=flag("link_checkpoints", link_checkpoints),
         exclude_frozen=flag("exclude_frozen_parameters", exclude_frozen_parameters),
         chunked_head=flag("chunked_head", chunked_head),
+        timeout=duration("timeout", timeout),
     )
 
 
@@ -227,6 +231,13 @@ def flag(name: str, value: bool) -> bool:
     """Checks a switch. The text ``"no"`` would be on."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}; allowed: True or False.")
+    return value
+
+
+def duration(name: str, value: timedelta | None) -> timedelta | None:
+    """Checks a time."""
+    if value is not None and (not isinstance(value, timedelta) or value <= timedelta()):
+        raise ConfigError(f"{name}={value!r}; allowed: a datetime.timedelta above 0, such as timedelta(minutes=5), or None.")
     return value
 
 

@@ -13,6 +13,11 @@ def test_a_rank_that_fails_alone_ends_the_other_while_it_lives(tmp_path_factory)
     other, lone = report.pop("on_validation_batch_end")
     assert lone == "OnlyOne: a reason of its own"
     assert "\nrank 1 has ended with OnlyOne: a reason of its own. Start all ranks again" in other, other
+    first, *others = report.pop("on 2 nodes")
+    assert first == "OnlyOne: a reason of its own"
+    for rank, text in enumerate(others, start=1):
+        cause = f"HeteroError: rank {rank} of 4 cannot go on: rank 0 has ended with OnlyOne: a reason of its own."
+        assert text.startswith(cause), text
     assert set(report) == {"training_step", "optimizer_step", "on_train_batch_start", "on_before_zero_grad"}
     for case, (other, lone) in report.items():
         assert lone == "OnlyOne: a reason of its own", case

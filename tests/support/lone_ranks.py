@@ -21,7 +21,8 @@ from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
 from support.shared_stores import run
 
-LONE, AT, PATIENCE_S = 1, 2, 10.0  # which rank fails, and in which batch
+LONE, AT, PATIENCE_S = 1, 1, 10.0  # which rank fails, and in which batch
+NODES = "on 2 nodes"  # the first rank fails, in whose process the ranks have found each other
 HOOKS = ("on_train_batch_start", "on_before_zero_grad")
 ENDS = "on_validation_batch_end"  # the process ends, too: the others wait in one of Lightning's collectives
 
@@ -46,7 +47,7 @@ class Model(shared_model.Model):
             self._fail("optimizer_step")  # when the collectives of the step are over
 
     def _fail(self, method: str) -> None:
-        if self.fails == method and shared_model.RANK == LONE:
+        if (self.fails == method and shared_model.RANK == LONE) or (self.fails == NODES and shared_model.RANK == 0):
             raise OnlyOne("a reason of its own")
 
 
@@ -81,7 +82,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
     if case == ENDS:
         return
     ends = time.monotonic() + PATIENCE_S
-    while not (out / f"end-{1 - rank}").exists():
+    while not all((out / f"end-{other}").exists() for other in range(shared_model.WORLD)):
         assert time.monotonic() < ends, f"{case}: the other rank waits"
         time.sleep(0.01)
 
@@ -89,11 +90,11 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    for case in ("training_step", "optimizer_step", *HOOKS, ENDS):
-        out = root / case
+    for case in ("training_step", "optimizer_step", *HOOKS, ENDS, NODES):
+        nodes, out = 1 + (case == NODES), root / case
         out.mkdir()
-        assert run(2, partial(rank_of, case, out)) == [0, 0]
-        report[case] = [(out / f"end-{rank}").read_text() for rank in range(2)]
+        assert not any(run(2 * nodes, partial(rank_of, case, out), nodes=nodes))
+        report[case] = [(out / f"end-{rank}").read_text() for rank in range(2 * nodes)]
     print(json.dumps(report))
 
 

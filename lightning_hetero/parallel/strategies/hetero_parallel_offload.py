@@ -59,7 +59,7 @@ _SUMMED = "gradients are averaged over ranks"
 # Options of hetero_offload that no rank has: the group has some, and one process alone the others.
 _NOT_OF_A_RANK = (
     "accelerator", "checkpoint_io", "precision_plugin", "durability", "keep_every", "link_checkpoints", "exclude_frozen_parameters",
-    "verify",
+    "verify", "timeout",
 )  # fmt: skip
 _OF_REDUCER = (  # options of DDP's reducer, which is not used here
     "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period", "mixed_precision", "process_group",
