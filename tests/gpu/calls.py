@@ -66,6 +66,8 @@ class Call:
         self.result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        if self.args.device != "cuda":
+            self.env["GPU_TESTS_ON"] = "foreign"
 
     @property
     def left_s(self) -> float:

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from support.device import World, give_gradients, run, world
+from support.gpu import DEVICE, needs_a_device
 from support.update_bounds import excess, step_of
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from lightning_hetero.lanes import Lanes
 from lightning_hetero.runtime.device import HostGradient
 from lightning_hetero.units import MIB
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+pytestmark = needs_a_device
 
 PLANS = {
     "kept": BlockPlan(name="*", weights=Tier.DEVICE, state=Tier.DEVICE, update=UpdateLane.DEVICE),
@@ -31,7 +32,7 @@ PLANS = {
 def lanes() -> Iterator[Lanes]:
     from lightning_hetero.lanes.streams import StreamLanes
 
-    made = StreamLanes("cuda", memory_bytes=64 * MIB, poison=True)
+    made = StreamLanes(DEVICE, memory_bytes=16 * MIB, poison=True)
     try:
         yield made
         made.drain()
@@ -72,7 +73,9 @@ def step(net: World, lanes: Lanes, seed: int, *, scale: float = 1.0) -> None:
     net.step()
     if plan.state is Tier.HOST:
         for block in net.blocks:
-            side.updates.returning(block, run(lanes, Lane.D2H, partial(side.updates.swap_out, block), [lanes.mark()]))
+            returned = run(lanes, Lane.D2H, partial(side.updates.swap_out, block), [lanes.mark()])
+            side.updates.returning(block, returned)
+            returned.wait()  # the next SWAP_IN follows it
 
 
 def outcome(net: World) -> dict[str, Tensor]:
@@ -108,7 +111,7 @@ def test_a_step_is_as_near_to_the_native_one_as_two_right_ones_are(
         expected = outcome(native)
     with world(root, make_optimizer(root)) as net:
         net.on(lanes, PLANS[plan])
-        assert all(p.device.type == "cuda" for p in root.parameters())
+        assert all(p.device.type == DEVICE for p in root.parameters())
         step(net, lanes, 3, scale=scale)
         got = outcome(net)
     assert got.keys() == expected.keys()
@@ -145,7 +148,7 @@ def test_where_the_state_lives_does_not_change_a_bit(lanes: Lanes, dtype: torch.
 
 
 def test_clipping_gradients_on_the_host_has_the_bits_of_clipping_on_the_device(lanes: Lanes) -> None:
-    root, plain = make_net(torch.float32), make_net(torch.float32).cuda()
+    root, plain = make_net(torch.float32), make_net(torch.float32).to(DEVICE)
     give_gradients(plain.parameters(), 1)
     with world(root, make_optimizer(root)) as net:
         side = net.on(lanes, PLANS["on_cpu"], norm_type=2.0)
@@ -165,21 +168,21 @@ def test_a_loss_scaler_unscales_gradients_on_the_host(lanes: Lanes) -> None:
     root = make_net(torch.float32)
     with world(root, make_optimizer(root)) as net:
         side = net.on(lanes, PLANS["on_cpu"])
-        give_cuda = [torch.randn_like(p) for p in root.parameters()]
-        for param, grad in zip(root.parameters(), give_cuda, strict=True):
+        given = [torch.randn_like(p) for p in root.parameters()]
+        for param, grad in zip(root.parameters(), given, strict=True):
             param.grad = grad.clone()
         for block in net.blocks:
             side.gradients.sent(block, run(lanes, Lane.D2H, side.gradients.take(block), [lanes.mark()]))
         side.gradients.expose()
-        scaler = torch.amp.GradScaler("cuda", init_scale=8.0)
-        scaler.scale(torch.zeros((), device="cuda"))
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
+        scaler.scale(torch.zeros((), device=DEVICE))
         scaler.unscale_(torch.optim.SGD(root.parameters(), lr=0.1))
-        for param, grad in zip(root.parameters(), give_cuda, strict=True):
+        for param, grad in zip(root.parameters(), given, strict=True):
             assert torch.equal(side.gradients._held[id(param)].value(), (grad / 8).cpu())
 
 
 def test_micro_batches_add_up_as_on_the_device(lanes: Lanes) -> None:
-    root, plain = make_net(torch.bfloat16), make_net(torch.bfloat16).cuda()
+    root, plain = make_net(torch.bfloat16), make_net(torch.bfloat16).to(DEVICE)
     with world(root, make_optimizer(root)) as net:
         side = net.on(lanes, PLANS["on_cpu"])
         for _ in range(3):
@@ -205,9 +208,9 @@ def test_handles_compute_on_the_device(lanes: Lanes) -> None:
         part = next(p for p in net.parts if "0.weight" in p.names)
         source = WeightSource(net.store, part, part.names.index("0.weight"), lambda _: None, side.weights)
         handle = OffloadedTensor(source, device=root[0].weight.device)
-        assert handle.is_cuda
+        assert handle.device.type == DEVICE
         assert torch.equal((handle * 2).cpu(), expected * 2)
-        average = torch.zeros_like(expected, device="cuda")
+        average = torch.zeros_like(expected, device=DEVICE)
         average.lerp_(handle, 0.5)
         assert torch.equal(average.cpu(), torch.zeros_like(expected).lerp(expected, 0.5))
         handle.mul_(3)

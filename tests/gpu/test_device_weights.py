@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support.device import World, run, world
+from support.gpu import DEVICE, needs_a_device
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -22,7 +23,7 @@ from lightning_hetero.runtime.device import DeviceSide, WeightRef
 from lightning_hetero.store.live.blocks import Block
 from lightning_hetero.units import MIB
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+pytestmark = needs_a_device
 
 BELOW = BlockPlan(name="*", weights=Tier.HOST)
 RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
@@ -32,7 +33,7 @@ RESIDENT = BlockPlan(name="*", weights=Tier.DEVICE)
 def lanes() -> Iterator[Lanes]:
     from lightning_hetero.lanes.streams import StreamLanes
 
-    made = StreamLanes("cuda", memory_bytes=MIB, poison=True)
+    made = StreamLanes(DEVICE, memory_bytes=MIB, poison=True)
     try:
         yield made
         made.drain()
@@ -65,7 +66,7 @@ def test_weights_are_on_the_device_from_upload_to_release(net: World, lanes: Lan
         for block in net.blocks:
             bring(lanes, side, block)
         for name, param in net.root.named_parameters():
-            assert param.is_cuda
+            assert param.device.type == DEVICE
             assert torch.equal(param.detach().cpu(), before[name])
         for block in net.blocks:
             take_away(lanes, side, block)
@@ -74,9 +75,9 @@ def test_weights_are_on_the_device_from_upload_to_release(net: World, lanes: Lan
 
 def test_backward_reads_weights_where_they_are_then(net: World, lanes: Lanes) -> None:
     torch.manual_seed(5)
-    reference = nn.Sequential(nn.Linear(37, 53), nn.Linear(53, 29)).cuda()
+    reference = nn.Sequential(nn.Linear(37, 53), nn.Linear(53, 29)).to(DEVICE)
     reference.load_state_dict(net.root.state_dict())
-    x = torch.randn(8, 37, device="cuda", requires_grad=True)
+    x = torch.randn(8, 37, device=DEVICE, requires_grad=True)
     F.gelu(reference(x)).sum().backward()
     expected_x, x.grad = x.grad, None
     side = net.on(lanes, BELOW)
@@ -107,7 +108,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def test_a_device_that_is_too_small_names_the_block(net: World) -> None:
     from lightning_hetero.lanes.streams import StreamLanes
 
-    lanes = StreamLanes("cuda", memory_bytes=512)
+    lanes = StreamLanes(DEVICE, memory_bytes=512)
     try:
         with pytest.raises(DeviceMemoryError, match="weights of 0"):
             net.on(lanes, RESIDENT)

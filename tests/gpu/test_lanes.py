@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.gpu import DEVICE, needs_a_device, only_on_a_gpu
 from support.lanes import MEMORY_BYTES, Program, doing, op
 from support.lanes_contract import LanesContract
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_hetero.ir.schedule import Lane, OpKind
 from lightning_hetero.lanes.streams import StreamLanes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+pytestmark = needs_a_device
 
 MIB = 1 << 20
 _SPIN_CYCLES = 1_000_000_000  # about half a second
@@ -30,10 +31,11 @@ class TestStreamLanes(LanesContract):
 
     @pytest.fixture
     def lanes(self, poison: bool) -> Iterator[StreamLanes]:
-        lanes = StreamLanes("cuda", memory_bytes=MEMORY_BYTES, poison=poison, staging_bytes=1024)
+        lanes = StreamLanes(DEVICE, memory_bytes=MEMORY_BYTES, poison=poison, staging_bytes=1024)
         yield lanes
         lanes.close()
 
+    @only_on_a_gpu
     @pytest.mark.parametrize("seed", range(6))
     def test_programs_hold_while_compute_lags(self, lanes: StreamLanes, seed: int) -> None:
         torch.cuda._sleep(_SPIN_CYCLES)  # all that follows is issued before compute has begun
@@ -63,6 +65,7 @@ def warm(lanes: StreamLanes) -> tuple[Tensor, Tensor]:
     return source, memory
 
 
+@only_on_a_gpu
 def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: StreamLanes) -> None:
     source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
@@ -75,6 +78,7 @@ def test_copies_and_waits_do_not_wait_for_compute_on_the_host(lanes: StreamLanes
     assert int(result) == 3 * MIB
 
 
+@only_on_a_gpu
 def test_a_copy_overlaps_with_compute(lanes: StreamLanes) -> None:
     source, memory = warm(lanes)
     torch.cuda._sleep(_SPIN_CYCLES)
@@ -83,6 +87,7 @@ def test_a_copy_overlaps_with_compute(lanes: StreamLanes) -> None:
     assert not compute.done()
 
 
+@only_on_a_gpu
 def test_a_tensor_lives_until_its_copy_has_left(lanes: StreamLanes) -> None:
     """Memory that torch would hand out again while the copy waits must not be overwritten."""
     back = lanes.host_buffer(4 * MIB).view(torch.float32)
@@ -98,6 +103,7 @@ def test_a_tensor_lives_until_its_copy_has_left(lanes: StreamLanes) -> None:
     assert len(others) == 4
 
 
+@only_on_a_gpu
 def test_host_buffers_are_page_locked_and_exact(lanes: StreamLanes, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         buffer = lanes.host_buffer(5 * MIB + 3)
@@ -107,6 +113,7 @@ def test_host_buffers_are_page_locked_and_exact(lanes: StreamLanes, caplog: pyte
     assert buffer.numel() == 5 * MIB + 3
 
 
+@only_on_a_gpu
 def test_a_refused_registration_does_not_fail_the_next_kernel(lanes: StreamLanes, caplog: pytest.LogCaptureFixture) -> None:
     memory = torch.empty(MIB, dtype=torch.uint8)
     assert not lanes._locker._register(memory.data_ptr(), 0)  # no bytes: the driver refuses
@@ -114,6 +121,7 @@ def test_a_refused_registration_does_not_fail_the_next_kernel(lanes: StreamLanes
     assert "pageable" in caplog.text
 
 
+@only_on_a_gpu
 def test_no_memory_is_allocated_after_the_lanes_are_created(lanes: StreamLanes) -> None:
     source = lanes.host_buffer(8 * MIB).view(torch.float32).fill_(1.0)
     memory = lanes.memory().take(4 * MIB, "weights").view(torch.bfloat16)

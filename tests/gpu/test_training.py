@@ -1,4 +1,4 @@
-"""``Trainer(strategy="hetero_offload", accelerator="cuda")`` against plain Lightning on the same
+"""``Trainer(strategy="hetero_offload", accelerator=DEVICE)`` against plain Lightning on the same
 GPU, bit for bit.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.device_plans import RESIDENT
+from support.gpu import DEVICE, TRAINER, needs_a_device, only_on_a_gpu, ours, plain
 from support.models import LitModel, Outcome, Recipe, Shape, assert_same, data, on_host, outcome, quiet_trainer, run
 from support.verdicts import counted_verdicts
 from torch import Tensor
@@ -23,9 +24,8 @@ from lightning_hetero.ir.plan import Saved, UpdateOrder
 from lightning_hetero.ir.trace import Span
 from lightning_hetero.profiling import presets
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm GPU")
+pytestmark = needs_a_device
 
-GPU: dict[str, Any] = {"accelerator": "cuda", "devices": 1}
 same_adam_on_the_cpu = pytest.mark.xfail(
     not torch.__version__.startswith("2.13"), strict=False, reason="the native kernels promise the bits of torch 2.13's Adam"
 )
@@ -67,7 +67,7 @@ RECIPES = {
 
 def trained(recipe: Recipe, strategy: Any, folder: Path, **options: Any) -> Outcome:
     """What a short training ends with."""
-    return on_host(run(recipe, strategy, folder, **GPU, **options))
+    return on_host(run(recipe, strategy, folder, **TRAINER, **options))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def trained(recipe: Recipe, strategy: Any, folder: Path, **options: Any) -> Outc
     [*((plan, "plain") for plan in ON_DEVICE), *(("weights from the host", recipe) for recipe in RECIPES if recipe != "plain")],
 )
 def test_updates_on_the_device_have_the_bits_of_plain_lightning(plan: str, recipe: str, tmp_path: Path) -> None:
-    expected = trained(RECIPES[recipe], "auto", tmp_path)
-    assert_same(trained(RECIPES[recipe], HeteroOffloadStrategy(ON_DEVICE[plan]), tmp_path), expected)
+    expected = trained(RECIPES[recipe], plain(), tmp_path)
+    assert_same(trained(RECIPES[recipe], ours(ON_DEVICE[plan]), tmp_path), expected)
 
 
 @same_adam_on_the_cpu
@@ -93,14 +93,14 @@ def test_updates_on_the_cpu_have_its_bits(plan: str, recipe: Recipe, tmp_path: P
     plan has there.
     """
     with caplog.at_level("INFO", logger="lightning_hetero"):
-        got = trained(recipe, HeteroOffloadStrategy(ON_CPU[plan], verify=recipe.steps), tmp_path)
+        got = trained(recipe, ours(ON_CPU[plan], verify=recipe.steps), tmp_path)
     assert f"of {recipe.steps} steps are bitwise" in caplog.text
-    assert torch.equal(got.losses[0], trained(recipe, "auto", tmp_path).losses[0])
+    assert torch.equal(got.losses[0], trained(recipe, plain(), tmp_path).losses[0])
 
 
 def test_norms_of_two_processors_are_not_compared(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="clipped by norm"):
-        trained(RECIPES["clipped"], HeteroOffloadStrategy(ON_CPU["mixed"], verify=1), tmp_path)
+        trained(RECIPES["clipped"], ours(ON_CPU["mixed"], verify=1), tmp_path)
 
 
 @pytest.mark.parametrize("plan", ON_CPU)
@@ -110,9 +110,9 @@ def test_when_the_cpu_updates_does_not_change_a_bit(plan: str, tmp_path: Path) -
         {"update_order": UpdateOrder.AFTER_BACKWARD, "prefetch_depth": 1},
         {"priority": False, "gradient_depth": 1},
     )
-    expected = trained(RECIPES["plain"], HeteroOffloadStrategy(ON_CPU[plan]), tmp_path)
+    expected = trained(RECIPES["plain"], ours(ON_CPU[plan]), tmp_path)
     for way in ways:
-        assert_same(trained(RECIPES["plain"], HeteroOffloadStrategy(replace(ON_CPU[plan], **way)), tmp_path), expected)
+        assert_same(trained(RECIPES["plain"], ours(replace(ON_CPU[plan], **way)), tmp_path), expected)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_updates_before_the_verdict_do_not_change_a_bit(
 ) -> None:
     seen = counted_verdicts(monkeypatch)
     waits = replace(ON_CPU["disk"], update_order=UpdateOrder.AFTER_BACKWARD)
-    expected = trained(recipe, HeteroOffloadStrategy(waits), tmp_path)
+    expected = trained(recipe, ours(waits), tmp_path)
     assert not seen["tried"]
-    assert_same(trained(recipe, HeteroOffloadStrategy(ON_CPU["disk"]), tmp_path), expected)
+    assert_same(trained(recipe, ours(ON_CPU["disk"]), tmp_path), expected)
     assert seen[verdict] > 0
 
 
@@ -142,7 +142,7 @@ def test_a_plan_is_made_after_four_batches(tmp_path: Path, caplog: pytest.LogCap
     verified there.
     """
     machine = replace(presets.machine(device="rtx4090", host_memory="64GiB", disk="p5510x12"), shared_memory=False)
-    strategy = HeteroOffloadStrategy("zero_offload", hardware_profile=machine, verify=7, device_memory="2GiB")
+    strategy = ours("zero_offload", hardware_profile=machine, verify=7, device_memory="2GiB")
     with caplog.at_level("INFO", logger="lightning_hetero"):
         trained(replace(RECIPES["plain"], steps=7), strategy, tmp_path)
     assert "of 7 steps are bitwise" in caplog.text
@@ -156,7 +156,7 @@ class AsksWhere(LitModel):
     """Makes a tensor for its steps where Lightning says that it is needed."""
 
     def configure_optimizers(self) -> Any:
-        assert self.device.type == self.model.blocks[0].calls.device.type == "cuda"
+        assert self.device.type == self.model.blocks[0].calls.device.type == DEVICE
         self.factor = torch.full((), 0.5, device=self.device)
         return super().configure_optimizers()
 
@@ -166,51 +166,52 @@ class AsksWhere(LitModel):
 
 def test_modules_know_their_device_as_optimizers_are_made(tmp_path: Path) -> None:
     recipe = RECIPES["plain"]
-    expected = trained(recipe, "auto", tmp_path, module_class=AsksWhere)
-    assert_same(trained(recipe, HeteroOffloadStrategy(ON_DEVICE["state on the host"]), tmp_path, module_class=AsksWhere), expected)
+    expected = trained(recipe, plain(), tmp_path, module_class=AsksWhere)
+    assert_same(trained(recipe, ours(ON_DEVICE["state on the host"]), tmp_path, module_class=AsksWhere), expected)
 
 
 def test_a_fit_is_validated_saved_and_resumed(tmp_path: Path) -> None:
     recipe, path = replace(RECIPES["plain"], steps=2, validate=True), tmp_path / "a.ckpt"
-    expected = trained(replace(recipe, steps=3), "auto", tmp_path)
-    strategy = HeteroOffloadStrategy(ON_DEVICE["weights from the host"])
+    expected = trained(replace(recipe, steps=3), plain(), tmp_path)
+    strategy = ours(ON_DEVICE["weights from the host"])
     torch.manual_seed(7)
     module = LitModel(recipe)
     torch.manual_seed(11)
-    options = {**GPU, "default_root_dir": tmp_path, "limit_val_batches": 2, "val_check_interval": 1}
+    options = {**TRAINER, "default_root_dir": tmp_path, "limit_val_batches": 2, "val_check_interval": 1}
     trainer = quiet_trainer(strategy=strategy, max_steps=2, check_val_every_n_epoch=None, **options)
     trainer.fit(module, data(), data(2, seed=1))
     assert torch.equal(module.losses[0].cpu(), expected.losses[0])
     trainer.save_checkpoint(path)
     resumed = LitModel(recipe)
-    again = quiet_trainer(strategy=HeteroOffloadStrategy("host"), max_steps=3, check_val_every_n_epoch=None, **options)
+    again = quiet_trainer(strategy=ours("host"), max_steps=3, check_val_every_n_epoch=None, **options)
     again.fit(resumed, data(), data(2, seed=1), ckpt_path=path)
     assert again.global_step == 3
     before, after = (outcome(t, m).weights["model.head.weight"].cpu() for t, m in ((trainer, module), (again, resumed)))
     assert not torch.equal(before, after)
 
 
+@only_on_a_gpu
 def test_the_peak_counts_from_the_beginning_of_the_fit(tmp_path: Path) -> None:
-    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    held = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     del held
     torch.cuda.empty_cache()
-    strategy = HeteroOffloadStrategy(ON_DEVICE["resident"])
+    strategy = ours(ON_DEVICE["resident"])
     trained(RECIPES["plain"], strategy, tmp_path)
     peak = strategy.memory_report()["device_peak_bytes"]
     state = 3 * 4 * sum(p.numel() for p in LitModel(RECIPES["plain"]).parameters())
     assert state < peak < 1 << 30
-    again = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    again = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE)
     assert strategy.memory_report()["device_peak_bytes"] == peak
     del again
 
 
 def test_workers_of_a_data_loader_are_forked_beside_page_locked_memory(tmp_path: Path) -> None:
     found = []
-    for strategy in ("auto", HeteroOffloadStrategy(ON_DEVICE["weights from the host"])):
+    for strategy in (plain(), ours(ON_DEVICE["weights from the host"])):
         torch.manual_seed(7)
         module = LitModel(RECIPES["plain"])
         torch.manual_seed(11)
-        trainer = quiet_trainer(strategy=strategy, max_steps=4, default_root_dir=tmp_path, **GPU)
+        trainer = quiet_trainer(strategy=strategy, max_steps=4, default_root_dir=tmp_path, **TRAINER)
         trainer.fit(module, DataLoader(data().dataset, batch_size=2, num_workers=2, multiprocessing_context="fork"))
         found.append(on_host(outcome(trainer, module)))
     assert_same(found[1], found[0])
@@ -227,15 +228,15 @@ def by_lane(spans: Iterable[Span]) -> dict[str, list[str]]:
 
 def test_ops_equal_those_of_other_lanes_and_have_the_times_of_their_streams(tmp_path: Path) -> None:
     recipe, plan = RECIPES["plain"], replace(ON_CPU["mixed"], device_cache_bytes=1 << 20)
-    ours = HeteroOffloadStrategy(plan, trace=True)
-    trained(recipe, ours, tmp_path)
+    streams = ours(plan, trace=True)
+    trained(recipe, streams, tmp_path)
     emulated = HeteroOffloadStrategy(plan, trace=True, device=EmulatedDevice(memory="64MiB"))
     run(recipe, emulated, tmp_path)
-    spans = ours.trace.spans
+    spans = streams.trace.spans
     assert by_lane(spans) == by_lane(emulated.trace.spans)
     copies = [span for span in spans if span.lane in ("h2d", "d2h") and span.num_bytes]
     assert {span.lane for span in copies} == {"h2d", "d2h"}
     first, last = min(s.start_s for s in spans), max(s.end_s for s in spans)
     assert all(first <= span.start_s < span.end_s <= last for span in copies)
     assert "compute" in {span.lane for span in spans}
-    assert len(ours.stall_report().splitlines()) == recipe.steps
+    assert len(streams.stall_report().splitlines()) == recipe.steps

@@ -143,4 +143,4 @@ def give_gradients(params: Iterable[nn.Parameter], seed: int, *, scale: float = 
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         values = torch.randn(param.shape, generator=generator) * scale
-        param.grad = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype).copy_(values)
+        param.grad = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(values)

@@ -130,6 +130,11 @@ def test_a_call_goes_on_from_an_earlier_one(tmp_path: Path, monkeypatch: pytest.
     assert saved(tmp_path / "2").keys() == {"preflight", "steps", "auto", "ablations"}
 
 
+def test_a_trial_runs_the_tests_on_a_device_of_their_own(tmp_path: Path) -> None:
+    assert call(tmp_path).env["GPU_TESTS_ON"] == "foreign"
+    assert "GPU_TESTS_ON" not in call(tmp_path, device="cuda").env
+
+
 def test_every_file_of_tests_is_in_a_call() -> None:
     assert set(calls.FILES) == {file.name for file in Path(calls.__file__).parent.glob("test_*.py")}
 
