@@ -218,7 +218,10 @@ def _locked_file(path: Path) -> tuple[IO[bytes], Path]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    for name in os.listdir(directory):
+    names = list[str]()
+    with suppress(OSError):  # it may be written, and not be read
+        names = os.listdir(directory)
+    for name in names:
         path = directory / name
         if _LEFTOVER.fullmatch(name) and path.is_file() and not path.is_symlink():
             with suppress(OSError), open(path, "rb") as stream:  # it may be locked, gone, or another user's

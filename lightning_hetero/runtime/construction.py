@@ -196,8 +196,9 @@ class Construction:
 
     def default_dtype(self, module: nn.Module) -> torch.dtype:
         """Torch's default dtype when the module was built: that of now if not here."""
-        found = (made.default for p in module.parameters() if (made := self._made_here(p)) is not None)
-        return next(found, torch.get_default_dtype())
+        first = next(module.parameters(), None)  # others may have been added here
+        made = None if first is None else self._made_here(first)
+        return torch.get_default_dtype() if made is None else made.default
 
     def _made_here(self, param: Tensor) -> _Made | None:
         made = self._all.get(id(param))
@@ -358,7 +359,7 @@ def refuse_roundings(root: nn.Module, before: Mapping[str, torch.dtype], files: 
 
 def _refuse_rounding(name: str, param: nn.Parameter, passed: torch.dtype, files: Content | None) -> None:
     place = None if files is None or name not in files else files.place(name)
-    if place is not None and passed != param.dtype and torch.promote_types(passed, place.dtype) != passed:
+    if place is not None and passed not in (param.dtype, place.dtype) and passed.itemsize <= place.dtype.itemsize:
         raise ConfigError(
             f"{name!r} is {place.dtype} in the files and {param.dtype} in the model, where it was {passed} before: in memory its "
             f"values would be rounded to {passed}, and here they would not. Build the model in {param.dtype}, or convert the files "

@@ -254,7 +254,7 @@ _Pieces: Value = type("_Pieces", (TorchDispatchMode,), {"__torch_dispatch__": _i
 def _to_quantize(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers on the meta device that would quantize their weights, with the names of these."""
     for name, module, weight in quantized.weights_of(root):
-        if quantized.is_to_quantize(weight):
+        if weight.is_meta and quantized.is_to_quantize(weight):
             yield name, module
 
 

@@ -16,7 +16,7 @@ from support.models import Outcome, assert_same, outcome, quiet_trainer
 from torch import Tensor
 
 from lightning_hetero import EmulatedDevice
-from lightning_hetero.errors import ConfigError
+from lightning_hetero.errors import ConfigError, UnsupportedError
 from lightning_hetero.strategies import HeteroOffloadStrategy
 
 pytest.importorskip("transformers")
@@ -281,3 +281,50 @@ def test_saved_adapters_give_the_same_logits_elsewhere(name: str, kind: str, dir
         if (folder / "other").is_dir():
             loaded.load_adapter(folder / "other", "other")
         assert torch.equal(logits(loaded), expected)
+
+
+CHANGES: dict[str, Callable[[Any, Path], object]] = {
+    "add": lambda model, _: model.add_adapter("new", config()),
+    "add to another layer": lambda model, _: model.add_adapter("new", config(target_modules=["up_proj"])),
+    "load": lambda model, folder: model.load_adapter(folder, "new"),
+    "load and choose": lambda model, folder: (model.load_adapter(folder, "new"), model.set_adapter("new")),
+    "choose": lambda model, _: model.set_adapter("other"),
+    "delete": lambda model, _: model.delete_adapter("other"),
+    "disable": lambda model, _: without_adapters(model),
+}
+
+
+def without_adapters(model: Any) -> None:
+    with torch.no_grad(), model.disable_adapter():
+        model(input_ids=torch.arange(6)[None])
+
+
+@pytest.mark.parametrize("plan", ["host", "disk"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_adapters_that_callbacks_add_are_refused_and_others_change_as_in_plain_lightning(
+    change: str, plan: str, directory: Path, tmp_path: Path
+) -> None:
+    lora()(llama.base_in_memory(directory)).save_pretrained(tmp_path / "saved")
+
+    class Changes(Module):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 2:
+                torch.manual_seed(9)
+                CHANGES[change](self.model, tmp_path / "saved")
+
+    def fit(strategy: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        module = Changes(lambda: two_adapters(llama.base_in_memory(directory)))
+        trainer = quiet_trainer(strategy=strategy, max_steps=4, default_root_dir=tmp_path)
+        if strategy == "auto" or change in ("choose", "delete", "disable"):
+            trainer.fit(module, llama.batches())
+        else:
+            with pytest.raises(
+                UnsupportedError, match=r"\.new.weight' (has been added to the model, and )?is on no tier.*before the fit"
+            ):
+                trainer.fit(module, llama.batches())
+        return module.losses
+
+    expected, found = fit("auto"), fit(HeteroOffloadStrategy(plan))
+    assert len(found) == (4 if change in ("choose", "delete", "disable") else 2)
+    assert found == expected[: len(found)]
