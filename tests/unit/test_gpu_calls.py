@@ -130,6 +130,21 @@ def test_a_call_goes_on_from_an_earlier_one(tmp_path: Path, monkeypatch: pytest.
     assert saved(tmp_path / "2").keys() == {"preflight", "steps", "auto", "ablations"}
 
 
+def test_our_planner_is_compared_with_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"what": "fsdp2", "result": {}}, {"what": "zero_offload", "result": None}, {"what": "peak", "result": 0.1}]
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    seen: list[str] = []
+
+    def run(self: Call, name: str, *words: object, limit_s: float) -> tuple[int, str]:
+        seen.extend(map(str, words))
+        return 0, "{}"
+
+    monkeypatch.setattr(Call, "run", run)
+    calls.perform(call(tmp_path, call="auto", wheels=None))
+    begin = seen.index("--only") + 1
+    assert seen[begin : seen.index("--profiles")] == ["auto", "peak", "fsdp2"]
+
+
 def test_a_trial_runs_the_tests_on_a_device_of_their_own(tmp_path: Path) -> None:
     assert call(tmp_path).env["GPU_TESTS_ON"] == "foreign"
     assert "GPU_TESTS_ON" not in call(tmp_path, device="cuda").env
