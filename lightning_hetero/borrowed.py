@@ -67,8 +67,7 @@ REPLACED = (
         "A step is kept when its last hook has run. Lightning has no hook after the module's.",
     ),
     Borrowed("lightning:LightningModule.on_train_epoch_start", "The epoch's iterator exists when it has run."),
-    Borrowed("lightning:LightningModule.on_train_epoch_end", "Ranks compare what comes next on each of them."),
-    Borrowed("lightning:LightningModule.on_validation_end", "The same."),
+    Borrowed("lightning:LightningModule.on_validation_end", "Ranks compare what comes next on each of them."),
     Borrowed("lightning:LightningModule.log", "A batch that begins again logs once."),
     Borrowed(
         "lightning:callbacks.Callback.on_train_batch_end",

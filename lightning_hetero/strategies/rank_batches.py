@@ -3,9 +3,9 @@
 [Note: Ranks that part]
 Lightning's loop decides on each rank by itself whether another batch follows. Where one rank goes
 on and another does not, both would wait in different collectives, until the group's timeout. So
-ranks tell each other what comes next wherever they may part: after the last hook of a training
-batch, of a validation and of an epoch, and before each batch that is evaluated. Lightning has
-collectives of its own before the next batch, so that would be too late.
+ranks tell each other what comes next: after the last hook of a training batch and of a validation,
+and before each batch that is evaluated. Lightning has collectives of its own before the next batch,
+so that would be too late.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.training_state import call_after
 from lightning_hetero.untyped import Trainer
 
-_HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+_HOOKS = ("on_train_batch_end", "on_validation_end")  # at an epoch's end a progress bar reduces metrics first, on one rank
 _STOP = "To stop all, set it on all: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)."
 
 

@@ -33,7 +33,7 @@ def test_ranks_that_part_say_who_and_how(world: int, tmp_path: Path) -> None:
         is_stop = case.startswith("on_")
         alone = "rank 1 has trainer.should_stop set" if is_stop else "rank 1 has no more batches"
         others = [f"rank {rank} goes on" for rank in range(world) if rank != 1]
-        if case in ("on_validation_end", "on_train_epoch_end"):  # the last batch of the epoch
+        if case == "on_validation_end":  # the last batch of the epoch
             others = [f"rank {rank} has no more batches" for rank in range(world) if rank != 1]
         who = ", ".join([others[0], alone, *others[1:]])
         assert len(set(ends)) == 1, (case, ends)

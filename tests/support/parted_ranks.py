@@ -26,7 +26,7 @@ MACHINE = Path(__file__).with_name("hardware.json")
 LONE = 1  # this rank parts from the others
 FEWER = ("training", "validation", "test", "prediction")  # batches
 HANGS, WAITS_S = "hangs", 1  # that rank does nothing, and for how long the others wait
-STOPS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")  # hooks in which it sets should_stop
+STOPS = ("on_train_batch_end", "on_validation_end")  # hooks in which it sets should_stop
 
 
 class Stops(pl.Callback):
