@@ -42,6 +42,7 @@ def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
         "looks_at_gradients",
         "averages_weights",
         "saves_after_errors",
+        "refuses_changes",
     )
     run(tmp_path, *scenarios, script=MANNERS)
 

@@ -27,7 +27,7 @@ from lightning_hetero.planning import machine_profile
 from lightning_hetero.profiling import hardware
 from lightning_hetero.strategies import HeteroOffloadStrategy
 from support import shared_model
-from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
+from support.shared_model import RANK, SHARDS, WORLD, batches, model, reference, run_scenarios, same, trainer
 
 MACHINE = Path(__file__).with_name("hardware.json")
 
@@ -87,14 +87,21 @@ def plans_alike(out: Path) -> None:
     assert plans.checked >= {"holistic", "host", "disk", "lohan", "protrain", "autohete"}, plans.checked
     assert [batch for batch, *_ in every[0]] == [4], "planned once, after the batches that are measured"
     machine = HardwareProfile.from_json(every[0][0][3])
-    assert (machine.ranks, machine.world_size) == (WORLD, 1)
+    assert (machine.ranks, machine.world_size) == (SHARDS, 1)
     assert machine.collective_bytes_per_s > 0
     assert machine.meeting_s > 0
     other = "compute" if shared_model.DEVICE is None and shared_model.ACCELERATOR == "cpu" else "copy"
     pairs = {pair for kind in ("update", other) for pair in (f"net|{kind}", f"{kind}|net")}
     assert {pair for pair in machine.contention if "net" in pair} == pairs, "collectives are measured beside what else ranks do"
     given = HardwareProfile.load(MACHINE)
-    assert machine.cpu_update_params_per_s == given.cpu_update_params_per_s / WORLD
+    assert machine.cpu_update_params_per_s == given.cpu_update_params_per_s / SHARDS
+
+
+def clips_by_value(out: Path) -> None:
+    """Gradients are clipped in slices, as in the reference."""
+    shared, flags = model(), {"gradient_clip_val": 1e-2, "gradient_clip_algorithm": "value"}
+    trainer(out, strategy(), max_epochs=2, **flags).fit(shared, batches())
+    same(shared, reference("", 1, 1e-2, by_value=True, epochs=2))
 
 
 def asks_alone(out: Path) -> None:

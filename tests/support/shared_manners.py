@@ -241,6 +241,30 @@ def saves_after_errors(out: Path) -> None:
     assert not (out / "one").exists() or not list((out / "one").iterdir())
 
 
+class Changes(pl.Callback):
+    """Changes what all ranks share, in the third batch and on the ranks that it is told."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
+        self.what, self.ranks = what, ranks
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 2 and RANK in self.ranks:
+            if self.what == "clips":
+                trainer.gradient_clip_val = 0.1
+            else:
+                module.layers[1].requires_grad_(True)
+
+
+def refuses_changes(out: Path) -> None:
+    """Parameters that code unfreezes, and other clipping, end the fit, also if one rank does so."""
+    for what in ("clips", "unfreezes"):
+        for ranks in ((0, 1), (1,)):
+            kind = UnsupportedError if RANK in ranks else HeteroError
+            words = "2 devices share the model. Pass devices=1" if RANK in ranks else "rank 1 has ended with UnsupportedError"
+            with pytest.raises(kind, match=words):
+                trainer(out, callbacks=[Changes(what, ranks)]).fit(model("frozen"), batches())
+
+
 def is_verified(out: Path) -> None:
     """The reference of each rank knows the gradients of all, and the rules by which they add up."""
     said = list[str]()
