@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +329,36 @@ def test_adapters_that_callbacks_add_are_refused_and_others_change_as_in_plain_l
     expected, found = fit("auto"), fit(HeteroOffloadStrategy(plan))
     assert len(found) == (4 if change in ("choose", "delete", "disable") else 2)
     assert found == expected[: len(found)]
+
+
+IN_MEMORY: dict[str, Any] = {
+    "loha": peft.LoHaConfig(r=2, target_modules=["q_proj", "v_proj"]),
+    "vera": peft.VeraConfig(r=2, target_modules=["q_proj"]),
+    "adalora": peft.AdaLoraConfig(init_r=3, target_r=2, total_step=9, target_modules=["q_proj"]),
+    "pissa": config(init_lora_weights="pissa"),
+    "tokens": config(trainable_token_indices=[1, 5]),
+    "parameters": config(target_modules=[], target_parameters=["down_proj.weight"]),
+    "cpt": peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[1, 2, 3, 4], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4]
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", ["host", "disk"])
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_other_kinds_train_where_the_model_is_built_in_memory(kind: str, plan: str, directory: Path, tmp_path: Path) -> None:
+    def fit(strategy: Any) -> Outcome:
+        torch.manual_seed(5)
+        module = Module(lambda: peft.get_peft_model(llama.base_in_memory(directory), deepcopy(IN_MEMORY[kind])))
+        trainer = quiet_trainer(strategy=strategy, max_steps=3, default_root_dir=tmp_path)
+        trainer.fit(module, llama.batches())
+        return outcome(trainer, module)
+
+    assert_same(fit(HeteroOffloadStrategy(plan)), fit("auto"))
+
+
+def test_adapters_that_are_tied_are_refused(tmp_path: Path) -> None:
+    tied = config(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True)
+    module = Module(lambda: peft.get_peft_model(llama.base_in_memory(llama.save(tmp_path, tied=True)), tied))
+    with pytest.raises(UnsupportedError, match=r"are views of the same memory.*With PEFT leave out ensure_weight_tying"):
+        quiet_trainer(strategy=HeteroOffloadStrategy("disk"), max_steps=1, default_root_dir=tmp_path).fit(module, llama.batches())
