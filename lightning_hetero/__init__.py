@@ -13,7 +13,7 @@ from lightning_hetero.errors import HeteroError
 
 if TYPE_CHECKING:
     from lightning_hetero.convert.exporting import export_weights
-    from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+    from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Tier, UpdateLane
     from lightning_hetero.lanes import EmulatedDevice
     from lightning_hetero.loops.plain import offload
     from lightning_hetero.monitors import DiskWear, OffloadMonitor, TraceOnDemand
@@ -24,6 +24,7 @@ __all__ = [
     "BlockPlan",
     "DiskWear",
     "EmulatedDevice",
+    "Gather",
     "HeteroError",
     "HeteroOffloadStrategy",
     "HeteroParallelFsdpStrategy",
@@ -38,7 +39,7 @@ __all__ = [
     "offload",
 ]
 
-_HOMES = dict.fromkeys(("BlockPlan", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
+_HOMES = dict.fromkeys(("BlockPlan", "Gather", "Plan", "Tier", "UpdateLane"), "lightning_hetero.ir.plan")
 _STRATEGIES = ("HeteroOffloadStrategy", "HeteroParallelFsdpStrategy", "HeteroParallelStrategy", "LocalFirst")
 _HOMES |= dict.fromkeys(_STRATEGIES, "lightning_hetero.strategies")
 _HOMES["EmulatedDevice"] = "lightning_hetero.lanes"

@@ -12,7 +12,7 @@ from lightning_hetero.cli.options import Request, load_plan
 from lightning_hetero.cli.output import change, console, count, pairs, percent, print_json, seconds, table, working
 from lightning_hetero.cli.plan import comparison, described_with_head, paper_optimum
 from lightning_hetero.cli.planning import Outcome
-from lightning_hetero.cli.ranks import together
+from lightning_hetero.cli.ranks import TwoWays, exchange, together
 from lightning_hetero.cli.simulate import lanes, last_stalls, longest, tiers, waits
 from lightning_hetero.errors import ConfigError, PlanError
 from lightning_hetero.ir.activations import saved_bytes
@@ -45,6 +45,7 @@ class Explanation:
         machine: The whole machine.
         simulation: The plan's step.
         forward_only: Its passes without backward.
+        exchange: Where its devices exchange weights and gradients; ``None``: there is one way.
         wear: What its steps write to the disk; ``None``: nothing.
         influences: The gain from each resource being faster.
         alternatives: The effect of another placement of one block.
@@ -60,6 +61,7 @@ class Explanation:
     machine: HardwareProfile
     simulation: Simulation
     forward_only: ForwardOnly
+    exchange: TwoWays | None
     wear: Wear | None
     influences: Sequence[reasons.Influence]
     alternatives: Sequence[reasons.Alternative]
@@ -134,6 +136,7 @@ def explain(plan: Plan, request: Request) -> Explanation:
         machine=machine,
         simulation=simulated,
         forward_only=without_backward,
+        exchange=exchange(plan, part, hardware),
         wear=reasons.wear(simulated, request, hardware),
         influences=influences,
         alternatives=alternatives,
@@ -165,6 +168,7 @@ def to_json(e: Explanation) -> dict[str, Any]:
         "decisions": e.plan.decisions,
         "predicted": e.predicted,
         "forward_only": e.forward_only,
+        "exchange": e.exchange,
         "wear": e.wear,
         "placement": [_placement(group, e.plan, e.part) for group in groups(e.plan)],
         "where": where(e.plan, e.part, shared_memory=e.hardware.shared_memory),
@@ -187,6 +191,7 @@ def _print(e: Explanation, about: Mapping[str, str]) -> None:
     screen, p = console(), e.predicted
     step = f"{seconds(p.iteration_s)}: forward {seconds(p.forward_s)}, backward {seconds(p.backward_s)}"
     step_of = together(e.plan, e.model, e.machine)
+    step_of |= {} if e.exchange is None else {"exchange": str(e.exchange)}
     passes = {"no backward": _passes(e)}
     worn = {} if e.wear is None else {"disk wear": str(e.wear)}
     screen.print(pairs("", {"plan": e.plan.name, **about, "step": step, **step_of, **passes, **worn, **paper_optimum(e.plan)}))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from lightning_hetero.cli.output import count
+from lightning_hetero.cli.output import count, seconds
+from lightning_hetero.errors import PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import Plan
+from lightning_hetero.ir.plan import Gather, Plan
 from lightning_hetero.units import format_bytes
 
 
@@ -58,6 +60,41 @@ def all_devices(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> A
         weight_bytes=sum(b.weight_bytes for b in shapes),
         state_bytes=sum(b.state_bytes for b in shapes),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoWays:
+    """Where devices exchange weights and gradients, if there are two ways.
+
+    Attributes:
+        gather: What the plan says.
+        iteration_s: Its step.
+        other_s: The same placements the other way; ``None``: they do not fit then.
+    """
+
+    gather: Gather
+    iteration_s: float
+    other_s: float | None
+
+    def __str__(self) -> str:
+        ways = {
+            Gather.HOST: "in host memory, from which each device copies whole weights",
+            Gather.DEVICE: "over the links between devices, each of which copies its slice from and to the host",
+        }
+        other = "does not fit" if self.other_s is None else f"takes {seconds(self.other_s)} a step"
+        return f"{ways[self.gather]}; with these placements the other way {other}"
+
+
+def exchange(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> TwoWays | None:
+    """Where devices exchange, and why; ``None``: there is one way. Arguments as to simulate."""
+    from lightning_hetero.planners.evaluation import simulation
+
+    if not hardware.may_gather_on_devices:
+        return None
+    other_s, other = None, Gather.HOST if plan.gather is Gather.DEVICE else Gather.DEVICE
+    with suppress(PlanError):
+        other_s = simulation(replace(plan, gather=other), model, hardware).prediction.iteration_s
+    return TwoWays(gather=plan.gather, iteration_s=plan.require_predicted().iteration_s, other_s=other_s)
 
 
 def together(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> dict[str, str]:

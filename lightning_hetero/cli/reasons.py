@@ -139,7 +139,7 @@ def _faster(model: ModelProfile, hardware: HardwareProfile) -> dict[str, tuple[M
     out["host memory bandwidth"] = scaled("host_dram_bytes_per_s")
     out["CPU updates"] = scaled("cpu_update_params_per_s", "cpu_downcast_params_per_s")
     if hardware.world_size > 1 or hardware.ranks > 1:
-        out["collectives"] = scaled("collective_bytes_per_s")
+        out["collectives"] = scaled("collective_bytes_per_s", "peer_bytes_per_s")
     return out
 
 

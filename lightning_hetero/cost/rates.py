@@ -31,7 +31,8 @@ class Work(IntEnum):
     CPU_UPDATE = 4  # bytes of host memory that the kernel moves
     DISK_READ = 5  # bytes
     DISK_WRITE = 6  # bytes
-    COLLECTIVE = 7  # bytes
+    COLLECTIVE = 7  # bytes, in host memory
+    PEER = 8  # bytes of collectives between devices
 
 
 LANES: Mapping[Work, Lane] = {
@@ -43,6 +44,7 @@ LANES: Mapping[Work, Lane] = {
     Work.DISK_READ: Lane.DISK_READ,
     Work.DISK_WRITE: Lane.DISK_WRITE,
     Work.COLLECTIVE: Lane.NET,
+    Work.PEER: Lane.PEER,
 }
 
 # The names that HardwareProfile.contention uses.
@@ -55,6 +57,7 @@ _CONTENDER: Mapping[Work, str] = {
     Work.DISK_READ: "disk",
     Work.DISK_WRITE: "disk",
     Work.COLLECTIVE: "net",
+    Work.PEER: "peer",
 }
 
 
@@ -88,6 +91,7 @@ class Rates:
         update = float(h.cpu_update_params_per_s * _UPDATE_BYTES)
         self.capacity: dict[str, float] = {"dram": h.host_dram_bytes_per_s, "h2d": h.link_h2d_bytes_per_s}
         self.capacity |= {"d2h": h.link_d2h_bytes_per_s, "cpu": update, "net": h.collective_bytes_per_s, "disk": 1.0}
+        self.capacity["peer"] = h.peer_bytes_per_s
         # The profile's key for each kind of work, and the resulting rate.
         self._speeds: dict[Work, tuple[str, float]] = {
             Work.COMPUTE: ("device_flop_per_s", 1.0),
@@ -98,6 +102,7 @@ class Rates:
             Work.DISK_READ: ("disk_read_bytes_per_s", h.disk_read_bytes_per_s),
             Work.DISK_WRITE: ("disk_write_bytes_per_s", h.disk_write_bytes_per_s),
             Work.COLLECTIVE: ("collective_bytes_per_s", h.collective_bytes_per_s),
+            Work.PEER: ("peer_bytes_per_s", h.peer_bytes_per_s),
         }
         if h.shared_memory:  # the same native threads run it, after backward instead of during it
             self._speeds[Work.DEVICE_UPDATE] = self._speeds[Work.CPU_UPDATE]
@@ -135,6 +140,8 @@ class Rates:
                 return disk | {"dram": 1.0}
             case Work.COLLECTIVE:
                 return {"net": 1.0}
+            case Work.PEER:
+                return {"peer": 1.0}
             case _:
                 return {}
 

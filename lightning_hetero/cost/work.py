@@ -17,6 +17,7 @@ _COPIES = {
     Lane.DISK_READ: Work.DISK_READ,
     Lane.DISK_WRITE: Work.DISK_WRITE,
 }
+_EXCHANGES = {Lane.NET: Work.COLLECTIVE, Lane.PEER: Work.PEER}
 _FREE = (OpKind.RELEASE, OpKind.COMMIT)  # freed pages, and one small record: negligible work
 
 
@@ -72,9 +73,9 @@ def update_amount(op: Op, model: ModelProfile, *, shared_memory: bool) -> Amount
 def amount_of(op: Op, plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> Amount | None:
     """The work of one op; ``None`` if its time is negligible.
 
-    A collective runs in a ring of ``n`` devices. Each sends ``(n - 1) / n`` of the bytes that are
-    reduced or gathered; a single device sends nothing. All of them meet before. The time of that
-    counts as the bytes that could be sent meanwhile.
+    Of ``n`` devices each sends ``(n - 1) / n`` of the bytes that are reduced or gathered; a single
+    device sends nothing. All of them meet before. The time of that counts as the bytes that could
+    be sent meanwhile.
 
     Args:
         op: The op.
@@ -85,21 +86,27 @@ def amount_of(op: Op, plan: Plan, model: ModelProfile, hardware: HardwareProfile
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of
     workstations, 2009, section 3.
     """
-    if op.kind is OpKind.AGREE and hardware.meeting_bytes:
-        return Amount(work=Work.COLLECTIVE, units=hardware.meeting_bytes, num_bytes=0)
+    if op.kind is OpKind.AGREE:
+        meeting = _meeting_bytes(op, hardware)
+        return Amount(work=_EXCHANGES[op.lane], units=meeting, num_bytes=0) if meeting else None
     if op.kind in _FREE or op.block == NO_BLOCK:
         return None
     if op.kind is OpKind.UPDATE:
         return update_amount(op, model, shared_memory=hardware.shared_memory)
     block, placed = model.blocks[op.block], plan.blocks[op.block]
     num_bytes = stored_bytes(block, placed, model) if op.kind is OpKind.STORE else op.num_bytes
-    if op.lane is Lane.NET:
-        return Amount(work=Work.COLLECTIVE, units=_sent(op, num_bytes, hardware), num_bytes=num_bytes)
+    if op.lane in _EXCHANGES:
+        return Amount(work=_EXCHANGES[op.lane], units=_sent(op, num_bytes, hardware), num_bytes=num_bytes)
     return Amount(work=_COPIES[op.lane], units=num_bytes, num_bytes=num_bytes)
 
 
 def _sent(op: Op, num_bytes: int, hardware: HardwareProfile) -> float:
     """What one device sends in a collective, its meeting included."""
     devices = max(hardware.world_size, hardware.ranks)
-    stays = op.kind is OpKind.GATHER and hardware.gathers_in_place
-    return (0.0 if stays else (devices - 1) / devices * num_bytes) + hardware.meeting_bytes
+    stays = op.kind is OpKind.GATHER and op.lane is Lane.NET and hardware.gathers_in_place
+    return (0.0 if stays else (devices - 1) / devices * num_bytes) + _meeting_bytes(op, hardware)
+
+
+def _meeting_bytes(op: Op, hardware: HardwareProfile) -> float:
+    """What could be sent while all devices meet."""
+    return hardware.meeting_s * (hardware.peer_bytes_per_s if op.lane is Lane.PEER else hardware.collective_bytes_per_s)

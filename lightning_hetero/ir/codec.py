@@ -26,17 +26,22 @@ def parse_object(text: str, *, what: str, source: str) -> dict[str, Any]:
     return data
 
 
-def check_format(data: dict[str, Any], name: str, version: int, *, what: str, source: str) -> None:
+def check_format(data: dict[str, Any], name: str, *versions: int, what: str, source: str) -> None:
     """Removes ``format`` and ``version``, which may be missing, from ``data``.
+
+    ``versions``: those that are read, the newest one last.
 
     Raises:
         ConfigError: They belong to another format or version.
     """
-    got = data.pop("format", name), data.pop("version", version)
-    if got[0] == name and (got[1] != version or isinstance(got[1], bool)):
-        raise ConfigError(f"{source} is a {what} of version {got[1]!r}; this package reads version {version}. Make it anew.")
+    got = data.pop("format", name), data.pop("version", versions[-1])
+    if got[0] == name and (got[1] not in versions or isinstance(got[1], bool)):
+        read = " and ".join(map(str, versions))
+        raise ConfigError(f"{source} is a {what} of version {got[1]!r}; this package reads version {read}. Make it anew.")
     if got[0] != name:
-        raise ConfigError(f"{source} is not a {what}: got format {got[0]!r}, version {got[1]!r}, expected {name!r}, {version}.")
+        raise ConfigError(
+            f"{source} is not a {what}: got format {got[0]!r}, version {got[1]!r}, expected {name!r}, {versions[-1]}."
+        )
 
 
 def check_keys(data: Mapping[str, Any], *, required: Collection[str], optional: Collection[str], where: str) -> None:

@@ -18,7 +18,14 @@ _WHOLE = ("device_memory_bytes", "host_memory_bytes", "disk_capacity_bytes", "wo
 # In files from when weights on disk left pageable memory; nothing does any more.
 FORMER = "link_h2d_pageable_bytes_per_s"
 # Only in the files of such machines, which the versions before could not read.
-_LATER = {"unified_memory": False, "meeting_s": 0.0, "gathers_in_place": False, "ranks": 1}
+_LATER = {
+    "unified_memory": False,
+    "meeting_s": 0.0,
+    "gathers_in_place": False,
+    "ranks": 1,
+    "peer_bytes_per_s": 0.0,
+    "gathers_on_devices": False,
+}
 _POSITIVE = ("device_memory_bytes", "host_memory_bytes", "device_flop_per_s", "host_dram_bytes_per_s", "world_size", "ranks")
 
 
@@ -46,11 +53,15 @@ class HardwareProfile:
         cpu_update_params_per_s: Adam on the CPU with all threads that updates may use, elements/s.
         device_update_params_per_s: Adam on the device, elements/s.
         cpu_downcast_params_per_s: fp32 to 16 bit on the CPU, elements/s.
-        collective_bytes_per_s: All-gather and reduce-scatter per device, bytes/s.
+        collective_bytes_per_s: All-gather and reduce-scatter in host memory, per device, bytes/s.
+        peer_bytes_per_s: The same between the memories of devices; 0: they do not exchange
+            themselves.
         world_size: Devices that train together.
         meeting_s: Seconds until all devices have met, before anything is exchanged.
         gathers_in_place: Devices of the machine read whole weights where the host has them once for
             all of them: an all-gather only waits until all weights are there.
+        gathers_on_devices: Plans are for devices that exchange weights and gradients themselves
+            (``Plan.gather``). Planners try both.
         ranks: N if this is the share that one of N ranks has of a machine on which they train one
             model together; then ``world_size`` is 1. Otherwise 1, and this is the whole machine.
         shared_memory: The device is the host's own CPU: there are no copies between them, and one
@@ -60,8 +71,9 @@ class HardwareProfile:
             part that the device may use.
         contention: How many times longer work takes beside other work, at least 1:
             ``"compute|update"`` is compute beside CPU updates, ``"update|compute"`` those updates
-            beside compute, likewise ``"disk"``, ``"copy"`` and ``"net"``, which is collectives.
-            ``"copy|copy"`` is a copy beside one in the other direction. A missing pair is 1.
+            beside compute, likewise ``"disk"``, ``"copy"``, ``"net"`` and ``"peer"``, of which the
+            last two are collectives in host memory and between devices. ``"copy|copy"`` is a copy
+            beside one in the other direction. A missing pair is 1.
         source: For each figure, when and how it was measured, or the datasheet.
     """
 
@@ -80,9 +92,11 @@ class HardwareProfile:
     device_update_params_per_s: float
     cpu_downcast_params_per_s: float
     collective_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
     world_size: int = 1
     meeting_s: float = 0.0
     gathers_in_place: bool = False
+    gathers_on_devices: bool = False
     ranks: int = 1
     shared_memory: bool = False
     unified_memory: bool = False
@@ -95,9 +109,16 @@ class HardwareProfile:
         return self.ranks > 1 or not self.shared_memory
 
     @property
-    def meeting_bytes(self) -> float:
-        """What could be sent while all devices meet."""
-        return self.meeting_s * self.collective_bytes_per_s
+    def may_gather_on_devices(self) -> bool:
+        """Whether several devices can exchange weights and gradients themselves."""
+        return (
+            max(self.world_size, self.ranks) > 1 and not self.shared_memory and self.peer_bytes_per_s > 0 and self.gathers_in_place
+        )
+
+    @property
+    def between_devices_bytes_per_s(self) -> float:
+        """What one device sends to others in the faster way, bytes/s."""
+        return max(self.collective_bytes_per_s, self.peer_bytes_per_s)
 
     def to_json(self) -> str:
         """The profile as JSON text."""
@@ -123,7 +144,7 @@ class HardwareProfile:
         data = parse_object(text, what="hardware profile", source=source)
         check_format(data, FORMAT, VERSION, what="hardware profile", source=source)
         names = [f.name for f in fields(cls)]
-        switches = ("shared_memory", "unified_memory", "gathers_in_place")
+        switches = ("shared_memory", "unified_memory", "gathers_in_place", "gathers_on_devices")
         optional = ("collective_bytes_per_s", FORMER, "world_size", *_LATER, *switches, "contention", "source")
         check_keys(data, required=[n for n in names if n not in optional], optional=optional, where=source)
         values = dict(data)

@@ -14,7 +14,9 @@ from lightning_hetero.errors import ConfigError, did_you_mean
 from lightning_hetero.ir.codec import Rows, check_format, check_keys, number, parse_object, read_text, to_text
 
 FORMAT = "lightning-hetero-plan"
-VERSION = 1
+VERSION = 2
+VERSIONS = (1, VERSION)
+"""Those that are read. Where devices do not gather, version 1 says the same, and is written."""
 
 TRAINED = ":trained"
 """Ends the name of the block of a module's trained parameters, where the rest of it is frozen.
@@ -76,6 +78,13 @@ class Saved(StrEnum):
     SWAP_DISK = "swap_disk"  # moved to disk until backward
 
 
+class Gather(StrEnum):
+    """Where ranks with devices of their own exchange weights and gradients; one rank does not."""
+
+    HOST = "host"  # in host memory, from which each device copies whole weights over its own link
+    DEVICE = "device"  # devices copy slices over their own links, and exchange them over those between devices
+
+
 class UpdateOrder(StrEnum):
     """The order of CPU updates relative to backward and to each other (LoHan section 3.2)."""
 
@@ -110,7 +119,7 @@ class Prediction:
     def bound_by(self, phase: str) -> str:
         """What bounds a phase, for people: its bottleneck; ``"?"`` if that is not known."""
         lane = self.bottleneck.get(phase, "?")
-        return "the exchange between devices" if lane == "net" else lane
+        return _EXCHANGES.get(lane, lane)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +178,7 @@ class Plan:
             the memory that is left.
         host_cache_bytes: Host memory for weights that live on disk; ``None``: the memory that is
             left.
+        gather: Where ranks with devices of their own exchange weights and gradients.
         objective_s: Value of the planner's own formula at its optimum, seconds of one step.
         decisions: The planner's own variables at the optimum.
         predicted: The simulator's prediction for the plan.
@@ -185,6 +195,7 @@ class Plan:
     micro_batches: int = 1
     device_cache_bytes: int | None = None
     host_cache_bytes: int | None = None
+    gather: Gather = Gather.HOST
     objective_s: float | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
     predicted: Prediction | None = None
@@ -251,10 +262,11 @@ class Plan:
 
         Defaults are left out.
         """
-        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name}
+        version = VERSION if self.gather is Gather.DEVICE else VERSIONS[0]
+        head: dict[str, Any] = {"format": FORMAT, "version": version, "name": self.name}
         head |= {"prefetch_depth": self.prefetch_depth, "gradient_depth": self.gradient_depth}
         defaults = {f.name: f.default for f in fields(self)}
-        for key in ("update_order", "priority", "micro_batches", "device_cache_bytes", "host_cache_bytes", "objective_s"):
+        for key in ("update_order", "priority", "micro_batches", "device_cache_bytes", "host_cache_bytes", "gather", "objective_s"):
             if getattr(self, key) != defaults[key]:
                 head[key] = getattr(self, key)
         if self.decisions:
@@ -279,7 +291,7 @@ class Plan:
         data = parse_object(text, what="plan", source=source)
         if "format" not in data:
             raise ConfigError(f"{source} is not a plan: it has no 'format'; expected {FORMAT!r}, version {VERSION}.")
-        check_format(data, FORMAT, VERSION, what="plan", source=source)
+        check_format(data, FORMAT, *VERSIONS, what="plan", source=source)
         check_keys(data, required=("blocks",), optional=[f.name for f in fields(cls) if f.name != "blocks"], where=source)
         rows = data.pop("blocks")
         if not isinstance(rows, list) or not rows:
@@ -289,6 +301,8 @@ class Plan:
             raise ConfigError(f"{source}: name={data['name']!r}; expected text.")
         if "update_order" in data:
             data["update_order"] = _member(UpdateOrder, data["update_order"], "update_order", source)
+        if "gather" in data:
+            data["gather"] = _member(Gather, data["gather"], "gather", source)
         if not isinstance(data.get("priority", True), bool):
             raise ConfigError(f"{source}: priority={data['priority']!r}; allowed: true, false.")
         for key in ("device_cache_bytes", "host_cache_bytes"):
@@ -315,6 +329,7 @@ class Plan:
         return cls.from_json(read_text(path, what="plan file"), source=str(path))
 
 
+_EXCHANGES = {"net": "the exchange between devices", "peer": "the exchange between devices"}
 _KINDS: dict[str, type[StrEnum]] = {"weights": Tier, "state": Tier, "update": UpdateLane, "saved": Saved, "boundary": Saved}
 
 

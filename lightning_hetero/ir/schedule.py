@@ -34,8 +34,9 @@ When it ends, it frees the memory of its source, unless the bytes live there:
 [Note: Ranks]
 ``Schedule.ranks`` ranks share one model: each owns a slice of every part (``ir.shards``), and
 weights, gradients and state live in slices on the tiers of the plan. All ranks have the same
-schedule. So they enter their collectives, the ops on ``net``, in one order, and a collective ends
-when all ranks have entered it. A rank brings its own slice like any machine (``FETCH``); then
+schedule. So they enter their collectives, the ops on ``net`` or ``peer``, in one order, and a
+collective ends when all ranks have entered it. A rank brings its own slice like any machine
+(``FETCH``); then
 
 - ``GATHER weights`` makes the whole weights of a block from all slices. They take memory until
   ``RELEASE weights`` on ``net``. Where the plan has weights on the device, whole weights have their
@@ -52,6 +53,12 @@ when all ranks have entered it. A rank brings its own slice like any machine (``
 - An ``UPDATE`` on such a device is of the rank's slice. ``SWAP_IN gradients`` on ``h2d`` brings the
   slices of gradients and weights there after REDUCE, and ``SWAP_OUT weights`` on ``d2h`` takes the
   new weights to the host, whatever their tier, from where all devices get them.
+- Or, if the plan says so (``Plan.gather``), such devices exchange weights and gradients themselves,
+  on lane ``peer``. An UPLOAD brings the rank's slice to its place among whole weights, and the
+  GATHER that follows fills the other places. A REDUCE leaves the slice of the sum on the device,
+  and the GRAD that follows takes it to the host. No device reads what other ranks have on the host,
+  so no RELEASE is on ``net``. All collectives of such a schedule are on ``peer``, AGREE too: one
+  lane has one order, which all ranks have.
 - ``AGREE`` moves a few numbers. By the first one of a step each rank knows that all of them have
   the record of the step before (``store.common_steps``), so MIRROR waits for it, and an UPDATE
   that a STORE follows: the engine writes as it updates. One at the verdict makes that the same on
@@ -119,6 +126,11 @@ class Lane(StrEnum):
     DISK_READ = "disk_read"
     DISK_WRITE = "disk_write"
     NET = "net"
+    PEER = "peer"
+
+
+COLLECTIVES = (Lane.NET, Lane.PEER)
+"""Lanes of collectives: in host memory, between devices. A schedule has all of its own on one."""
 
 
 class Payload(StrEnum):

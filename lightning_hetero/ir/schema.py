@@ -80,6 +80,7 @@ _FORMER: dict[type, dict[str, Any]] = {
         hardware.FORMER: {"description": "Only in files of earlier versions; nothing uses it.", "type": "number", "minimum": 0}
     }
 }
+_VERSIONS = {"description": "Any of these is read; without the key, the newest."}
 _NEEDED: dict[type, list[str]] = {plan.Plan: ["format", "blocks"]}  # a plan without a name is named after its file
 
 
@@ -92,7 +93,11 @@ def schema(kind: type, module: Any) -> dict[str, Any]:
     """
     definitions: dict[str, Any] = {}
     body = _object(kind, definitions)
-    head = {"format": {"const": module.FORMAT}, "version": {"const": module.VERSION}}
+    versions = getattr(module, "VERSIONS", (module.VERSION,))
+    head = {
+        "format": {"const": module.FORMAT},
+        "version": {"const": versions[0]} if len(versions) == 1 else dict(_VERSIONS, enum=versions),
+    }
     body["properties"] = head | body["properties"]
     title = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
     out = {"$schema": DIALECT, "title": f"lightning-hetero {title}", **body}

@@ -3,7 +3,8 @@
 ``contract`` says what lanes do, ``base`` what their events are. ``engine`` gives ops to the native
 engine if the device is the host. ``queue`` has lanes with a thread each: ``emulated`` is a device
 made of CPU memory, ``streams`` are one with streams. ``collectives`` has what ranks that share a
-model do on the lane ``net``. ``backends`` has what a backend of torch has of its own.
+model do on the lane ``net``, or on ``peer`` over the links of ``peers``. ``backends`` has what a
+backend of torch has of its own.
 """
 
 from __future__ import annotations

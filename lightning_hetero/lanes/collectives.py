@@ -12,6 +12,9 @@ all gradients (all-to-all), and adds them in float64 in the order of the ranks. 
 of gloo is an all-reduce of which each rank keeps a slice. It moves twice the bytes, rounds after
 each addition, and from three ranks on the order of its sum depends on where an element lies.
 
+Where devices exchange themselves (:mod:`lightning_hetero.lanes.peers`), the same is done in their
+memory, with the same bits.
+
 The ranks of several nodes that have the same slice each sum a piece of it, and gather the pieces
 (:mod:`lightning_hetero.lanes.mesh`). So the sum is that of as many ranks on one node, to the bit. A
 sum of each node's sums would send less between nodes with more than two ranks, but it adds in
@@ -51,6 +54,7 @@ from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.mesh import REPLICATE, SHARD, close
 from lightning_hetero.lanes.network import EmulatedNetwork
 from lightning_hetero.lanes.notes import Notes
+from lightning_hetero.lanes.peers import DeviceLinks
 
 _Value = TypeVar("_Value")
 
@@ -78,6 +82,18 @@ class Announced:
 _NOTHING = (-1.0, *[0.0] * (1 + _FLAGS))  # a rank has announced no more
 
 
+def _sum(own: Tensor, rows: Tensor, total: Tensor, divisor: int) -> None:
+    """Adds rows in float64, one after the other, and rounds once; ``total``: memory for a piece."""
+    for start in range(0, own.numel(), total.numel()):
+        piece = slice(start, start + total.numel())
+        first, *others = rows[:, piece]
+        added = total[: first.numel()]
+        torch.mul(first, 1, out=added)  # the same number in float64
+        for other in others:
+            added.add_(other)
+        torch.div(added, divisor, out=own[piece])
+
+
 class Collectives:
     """The collectives of one group of ranks.
 
@@ -88,6 +104,7 @@ class Collectives:
         group: The ranks; ``None``: all of them. Its timeout bounds every collective.
         network: Its speed, if that is emulated.
         mesh: Their nodes, see [Note: Nodes]; ``None``: one.
+        peers: Their devices, if these exchange themselves.
 
     Attributes:
         rank: This rank.
@@ -105,10 +122,11 @@ class Collectives:
     names: Sequence[str] = ()  # of the blocks, for errors
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None
-    ) -> None:
+        self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None,
+        peers: DeviceLinks | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._network, self._shard, self._replicate = group, network, group, None
+        self._group, self._network, self._shard, self._replicate, self.peers = group, network, group, None, peers
         self.node, self.nodes, self.shard, self.shards = 0, 1, self.rank, self.ranks
         if mesh is not None:
             self._shard, self._replicate = mesh.get_group(SHARD), mesh.get_group(REPLICATE)
@@ -228,16 +246,31 @@ class Collectives:
         """
         with self._naming("REDUCE", whole):
             dist.all_to_all_single(received, whole, group=self._group)
-        rows, summed = received.view(self.ranks, -1), own.view(self.nodes, -1)[self.node]
-        for start in range(0, summed.numel(), _PIECE_ELEMENTS):
-            piece = slice(start, start + _PIECE_ELEMENTS)
-            total = rows[0, piece].to(torch.float64)
-            for other in rows[1:, piece]:
-                total += other
-            summed[piece].copy_(total.div_(divisor))
+        summed = own.view(self.nodes, -1)[self.node]
+        total = torch.empty(max(1, min(summed.numel(), _PIECE_ELEMENTS)), dtype=torch.float64)
+        _sum(summed, received.view(self.ranks, -1), total, divisor)
         if self.nodes > 1:
             with self._naming("REDUCE", own, self.nodes):
                 _all_gather(own, summed, group=self._replicate)
+
+    def gather_on_devices(self, whole: Tensor, own: Tensor) -> None:
+        """As :meth:`gather`, of tensors on the ranks' devices."""
+        peers = self._between_devices
+        with self._naming("GATHER", whole, by=peers):
+            peers.gather(whole, own)
+
+    def reduce_on_devices(self, own: Tensor, whole: Tensor, received: Tensor, total: Tensor, *, divisor: int) -> None:
+        """As :meth:`reduce`, of tensors on the ranks' devices; ``total``: float64 memory."""
+        peers = self._between_devices
+        with self._naming("REDUCE", whole, by=peers):
+            peers.exchange(received, whole)
+        _sum(own, received.view(self.ranks, -1), total, divisor)
+
+    @property
+    def _between_devices(self) -> DeviceLinks:
+        if self.peers is None:
+            raise HeteroError("devices were to exchange weights or gradients, and nothing connects them.")
+        return self.peers
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Gives all ranks one rank's values: the first one's by default."""
@@ -265,7 +298,8 @@ class Collectives:
             self._failed = (
                 self._failed or f"rank {self.rank} of {self.ranks} has left the others after an error. Start all ranks again."
             )
-            close(self._group, self._shard, self._replicate)
+            close(self._group, self._shard, self._replicate, None if self.peers is None else self.peers.group)
+            self.peers = None
             del self._group, self._shard, self._replicate  # gloo closes connections with the last reference
             self.is_closed = True
 
@@ -291,7 +325,7 @@ class Collectives:
         return found
 
     @contextmanager
-    def _naming(self, what: str, tensor: Tensor, ranks: int = 0) -> Iterator[None]:
+    def _naming(self, what: str, tensor: Tensor, ranks: int = 0, *, by: DeviceLinks | None = None) -> Iterator[None]:
         self.settle()
         if self._failed:  # where it has timed out, the next one would take as long
             raise HeteroError(self._failed)
@@ -306,9 +340,10 @@ class Collectives:
                 f"was the first. ({what} of {tensor.nbytes} bytes has failed.)"
             )
             raise HeteroError(self._failed) from error
-        if self._network is not None:
+        network = self._network if by is None else by.network
+        if network is not None:
             everyone = what in ("SEND", "RECEIVE", "BROADCAST")  # else a rank keeps its own part
-            self._network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / (ranks or self.ranks)), began_s)
+            network.carry(tensor.nbytes * (1.0 if everyone else 1 - 1 / (ranks or self.ranks)), began_s)
 
     def _named(self, row: Sequence[float]) -> str:
         kind, block = int(row[0]), int(row[1])

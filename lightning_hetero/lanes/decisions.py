@@ -21,6 +21,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.lanes.mesh import close
 from lightning_hetero.lanes.network import EmulatedNetwork
 from lightning_hetero.lanes.notes import Notes
+from lightning_hetero.lanes.peers import DeviceLinks
 
 _MOST = 7  # numbers of a rank in one exchange
 
@@ -51,6 +52,7 @@ class Decisions:
         network: The speed of their collectives, if that is emulated; decisions do not take it.
         mesh: Their nodes, with groups that nobody else uses, either; ``None``: one.
         notes: Where a rank says why it ends.
+        peers: Their devices, if these exchange themselves, by a group that nobody else uses.
 
     Raises:
         HeteroError: Of each method: another rank has died or hangs, or the network has failed.
@@ -58,11 +60,11 @@ class Decisions:
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, network: EmulatedNetwork | None = None, mesh: DeviceMesh | None = None,
-        notes: Notes | None = None,
+        notes: Notes | None = None, peers: DeviceLinks | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.nodes = 1 if mesh is None else mesh.shape[0]
-        self.group, self.network, self.mesh, self.notes = group, network, mesh, notes or Notes()
+        self.group, self.network, self.mesh, self.notes, self.peers = group, network, mesh, notes or Notes(), peers
         self._is_closed = False
 
     @property
@@ -111,8 +113,8 @@ class Decisions:
         """Ends the group on this rank, which has failed: others that wait for it fail at once."""
         if not self._is_closed:
             self._is_closed = True
-            close(self.group)
-            self.group = None  # gloo closes connections with the last reference
+            close(self.group, None if self.peers is None else self.peers.group)
+            self.group = self.peers = None  # gloo closes connections with the last reference
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -59,6 +59,9 @@ class EmulatedDevice:
         disk_bytes_per_s: Most bytes that each disk reads in a second, and writes at the same time.
         net_bytes_per_s: Most bytes that one of several ranks sends to the others in a second.
         net_latency_s: Time that every collective takes in addition.
+        peer_bytes_per_s: Most bytes that one of several devices sends to the others in a second,
+            where they exchange weights and gradients themselves.
+        peer_latency_s: Time that every such exchange takes in addition.
         unified: Its memory is part of ``host_memory``, as on machines whose processors share it.
         seed: Delays every op at random before it starts, by the same time in every run; ``None``:
             no delays.
@@ -78,11 +81,13 @@ class EmulatedDevice:
     disk_bytes_per_s: float | None = None
     net_bytes_per_s: float | None = None
     net_latency_s: float = 0.0
+    peer_bytes_per_s: float | None = None
+    peer_latency_s: float = 0.0
     unified: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.memory_bytes, self.network
+        _ = self.memory_bytes, self.network, self.peer_links
         for name in [field.name for field in fields(self) if field.name.endswith("_bytes_per_s")]:
             rate = getattr(self, name)
             if rate is not None and not rate > 0:
@@ -100,9 +105,12 @@ class EmulatedDevice:
     @property
     def network(self) -> EmulatedNetwork | None:
         """The network among several ranks; ``None`` if its speed is that of the machine."""
-        if self.net_bytes_per_s is None and not self.net_latency_s:
-            return None
-        return EmulatedNetwork(bytes_per_s=self.net_bytes_per_s, latency_s=self.net_latency_s)
+        return _network(self.net_bytes_per_s, self.net_latency_s)
+
+    @property
+    def peer_links(self) -> EmulatedNetwork | None:
+        """The links between several devices; ``None`` if their speed is that of the machine."""
+        return _network(self.peer_bytes_per_s, self.peer_latency_s)
 
     @property
     def is_unified(self) -> bool:
@@ -130,6 +138,10 @@ class EmulatedDevice:
         if size is None:
             raise ConfigError('EmulatedDevice.memory=None; allowed: a size such as "64MiB", or bytes.')
         return size
+
+
+def _network(bytes_per_s: float | None, latency_s: float) -> EmulatedNetwork | None:
+    return None if bytes_per_s is None and not latency_s else EmulatedNetwork(bytes_per_s=bytes_per_s, latency_s=latency_s)
 
 
 class EmulatedLanes(QueuedLanes):

@@ -13,7 +13,7 @@ import torch
 from lightning_hetero._native import Ticket
 from lightning_hetero.clock import now_s
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.ir.schedule import Lane, Op
+from lightning_hetero.ir.schedule import COLLECTIVES, Lane, Op
 from lightning_hetero.lanes.base import Event, OpEvent
 from lightning_hetero.lanes.contract import Lanes
 from lightning_hetero.lanes.memory import DeviceArena
@@ -174,10 +174,9 @@ class QueuedLanes(Lanes):
             HeteroError: An op did not return in time; names it. Its thread is a daemon.
         """
         self._failures.owner.check("the device's lane")
-        net = self._queues.pop(Lane.NET, None)
+        collectives = [queue for lane in COLLECTIVES if (queue := self._queues.pop(lane, None)) is not None]
         try:
-            if net is not None:
-                close_queues([net])  # first, because other ranks are in the collectives that were submitted
+            close_queues(collectives)  # first, because other ranks are in those that were submitted
         finally:
             with self._lock:
                 self._failures.closing.set()

@@ -1,11 +1,12 @@
-"""Lanes of a device with streams: one for each direction of copies, and events.
+"""Lanes of a device with streams, and events.
 
 [Note: Streams and the host]
-``h2d`` and ``d2h`` have a stream and a thread each. The thread waits on the host until the events
-before an op have been *issued*, and lets its stream wait for them. Then it calls ``run``, which
-gives work to the stream, and records the op's end there. Compute's stream is the calling thread's
-current one. Nothing here synchronizes the device. Only host lanes, which use the results of copies,
-wait for events on the host, asleep where the backend has such a wait.
+``h2d``, ``d2h`` and ``peer`` have a stream and a thread each. The thread waits on the host until
+the events before an op have been *issued*, and lets its stream wait for them. Then it calls
+``run``, which gives work to the stream, and records the op's end there. Compute's stream is the
+calling thread's current one. Nothing here synchronizes the device. Only host lanes, which use the
+results of copies, wait for events on the host, asleep where the backend has such a wait, and so do
+exchanges between devices that go through the host.
 
 [Note: Lifetimes on streams]
 The source and the target of a copy live until the stream has passed the op. Device memory of
@@ -88,8 +89,8 @@ class StreamLanes(QueuedLanes):
         self._next_origin: torch.Event | None = None  # the next one, once the stream has passed it
         _forget_peak(device)
         super().__init__(device, _set_aside(memory_bytes, device, poison=poison, backend=self._backend), poison=poison)
-        self._streams = {lane: self._backend.new_stream(device) for lane in (Lane.H2D, Lane.D2H)}
-        self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in self._streams}
+        self._streams = {lane: self._backend.new_stream(device) for lane in (Lane.H2D, Lane.D2H, Lane.PEER)}
+        self._staging = {lane: torch.empty(staging_bytes, dtype=torch.uint8, device=device) for lane in (Lane.H2D, Lane.D2H)}
         self._scratch = torch.empty(1, dtype=torch.uint8, device=device)
         self._holding: dict[Lane, deque[QueuedOp]] = {lane: deque() for lane in self._streams}
         self._locker = PageLocker(self._backend, self._forget_error, host_room)

@@ -81,23 +81,26 @@ def carried_into(chain: Chain, kind: OpKind, block: int, placed: PlacedBlock) ->
         yield OpKind.SWAP_OUT, block
 
 
-def earlier_reduce(placed: Sequence[PlacedBlock], order: Sequence[int], depth: int, number: int) -> Iterator[Carried]:
-    """The REDUCE of an earlier step that a GRAD waits for, on devices that share a model.
+def earlier_arrivals(
+    placed: Sequence[PlacedBlock], order: Sequence[int], few: int, number: int, *, last_hop: OpKind
+) -> Iterator[Carried]:
+    """What the first hop of gradients waits for of an earlier step, on devices that share a model.
 
-    So whole gradients of at most ``depth`` blocks are on the host, and those of two micro-batches
-    do not meet there. The earlier step may have had REDUCEs of all blocks, or not of pinned ones
+    So gradients of at most ``few`` blocks are between the hops, and those of two micro-batches do
+    not meet there. The earlier step may have had gradients of all blocks, or not of pinned ones
     (``placed_blocks.waits_for_step``), so this waits for the last ones of both.
 
     Args:
         placed: The blocks.
         order: The order of their forwards; gradients come in the reverse order.
-        depth: The plan's ``gradient_depth``.
-        number: The place of the GRAD among those of its step.
+        few: How many blocks.
+        number: The place of the op among those of its kind in its step.
+        last_hop: The kind of op that takes gradients away from there.
     """
     every = [block for block in dict.fromkeys(order) if placed[block].through_host]
     for blocks in (every, [block for block in every if not placed[block].shape.pinned]):
-        if number < min(depth, len(blocks)):
-            yield OpKind.REDUCE, blocks[min(depth, len(blocks)) - 1 - number]
+        if number < min(few, len(blocks)):
+            yield last_hop, blocks[min(few, len(blocks)) - 1 - number]
 
 
 class Issue:

@@ -15,13 +15,13 @@ from typing import NoReturn
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
 from lightning_hetero.ir.model import ModelShape
-from lightning_hetero.ir.plan import Plan, Saved, Tier
+from lightning_hetero.ir.plan import Gather, Plan, Saved, Tier
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, OpKind, Phase, Schedule, StepSignature, Updates
 from lightning_hetero.lowering.activation_moves import ActivationMoves
 from lightning_hetero.lowering.cache_sizes import DeviceRoom
 from lightning_hetero.lowering.chains import Carried, Issue
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS
-from lightning_hetero.lowering.placed_blocks import PlacedBlock, keeps_less, placements, updates_in_backward
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, gathers_on_devices, keeps_less, placements, updates_in_backward
 from lightning_hetero.lowering.update_moves import UpdateMoves
 from lightning_hetero.lowering.weight_cache import WINDOW, Cache, Uses, staying
 from lightning_hetero.lowering.weight_moves import WeightMoves
@@ -52,8 +52,8 @@ def lower(
 
     Raises:
         ConfigError: A block whose weights must stay in memory has them on disk; the plan asks for
-            what only a device with memory of its own can do; or it has the CPU update state that
-            lives on such a device, or the device update what several ranks share.
+            what only devices with memory of their own can do; it has the CPU update state that
+            lives on such a device; or ranks that have no memory in common exchange on devices.
         OutOfMemoryBudgetError: A block with weights below a tier does not fit the tier's capacity.
     """
     placed = placements(plan, model, device=device is not None, ranks=1 if device is None else device.ranks)
@@ -101,7 +101,7 @@ def last_gradients(
     """The GRADs of an earlier step that a backward waits for, on a device with memory of its own.
 
     ``departure``: the kind of op that takes gradients from where they were computed; on several
-    ranks whose devices are the host's own CPU that is REDUCE.
+    ranks whose devices are the host's own CPU, or reduce gradients themselves, that is REDUCE.
 
     After a micro-batch that accumulates, no UPDATE stands between them: the block's own, whose
     place its gradients take; and before the first backward those that were the last to leave the
@@ -128,8 +128,10 @@ class _Lowering:
         self._plan, self._signature, self._placed, self._resident, self._room = plan, signature, placed, resident, device
         self._ranks = ranks = 1 if device is None else device.ranks
         on_host = device is not None and device.shared_memory
-        self._arrival = OpKind.GATHER if on_host else OpKind.UPLOAD
-        self._departure = OpKind.REDUCE if on_host else OpKind.GRAD
+        on_devices = device is not None and gathers_on_devices(plan, ranks, shared_memory=on_host)
+        exchanges = on_host or on_devices  # where weights are used and gradients are made
+        self._arrival = OpKind.GATHER if exchanges else OpKind.UPLOAD
+        self._departure = OpKind.REDUCE if exchanges else OpKind.GRAD
         self._anchors = expected_anchors(signature)
         forward_only = not signature.training  # and the next step is expected to be the same
         anchors = [None if a.phase is Phase.VERDICT else a.block for a in self._anchors]
@@ -156,11 +158,12 @@ class _Lowering:
         self._weights = WeightMoves(
             placed, self._issue, uses, host=self._host, device=self._device,
             depth=WINDOW if forward_only else plan.prefetch_depth, absent=forward_only, ranks=ranks, shared_memory=on_host,
-            gathers_in_place=device is not None and device.gathers_in_place,
+            gathers_in_place=device is not None and device.gathers_in_place, on_devices=on_devices,
         )  # fmt: skip
         self._updates = UpdateMoves(
-            plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks, shared_memory=on_host
-        )
+            plan, signature, placed, self._issue, uses, self._weights, self._activations, ranks, shared_memory=on_host,
+            on_devices=on_devices,
+        )  # fmt: skip
 
     def run(self) -> Schedule:
         anchors = [self._begin(index, anchor) for index, anchor in enumerate(self._anchors)]
@@ -234,6 +237,8 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
             f"plan {plan.name!r}: micro_batches={plan.micro_batches}; where the device is the host's own CPU a batch is not split. "
             f"Allowed: 1. Use the Trainer's accumulate_grad_batches."
         )
+    if ranks > 1 and plan.gather is Gather.DEVICE and device is not None:
+        _check_gather(plan, device)
     for row in placed:
         name, size = row.shape.name, row.shape.weight_bytes
         if row.on_disk and row.shape.pinned:
@@ -270,6 +275,19 @@ def _check_plan(plan: Plan, placed: Sequence[PlacedBlock], capacity_bytes: int, 
                 f"weights; {format_bytes(device.capacity_bytes)} are left for them. Raise host_memory, or choose smaller blocks "
                 f"with block_cls."
             )
+
+
+def _check_gather(plan: Plan, device: DeviceRoom) -> None:
+    if device.shared_memory:
+        raise ConfigError(
+            f"plan {plan.name!r} has gather='device'; the devices of {device.ranks} ranks are the host's own CPU, so nothing is "
+            f"exchanged between them. Allowed: 'host'."
+        )
+    if not device.gathers_in_place:
+        raise ConfigError(
+            f"plan {plan.name!r} has gather='device'; {device.ranks} ranks do not have the same memory for weights (the log says "
+            f"why). Allowed: 'host'."
+        )
 
 
 def _refuse_swaps(plan: Plan, placed: PlacedBlock) -> NoReturn:

@@ -54,8 +54,8 @@ from enum import StrEnum
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
 from lightning_hetero.ir.plan import Plan, Tier
 from lightning_hetero.ir.schedule import Updates
-from lightning_hetero.lowering.placed_blocks import PlacedBlock, placements, speculates, updates_in_backward
-from lightning_hetero.lowering.rank_needs import beside_devices_bytes, beside_slices_bytes, whole_of
+from lightning_hetero.lowering.placed_blocks import PlacedBlock, gathers_on_devices, placements, speculates, updates_in_backward
+from lightning_hetero.lowering.rank_needs import beside_devices_bytes, beside_slices_bytes, on_devices_bytes, whole_of
 from lightning_hetero.lowering.staging import least_staging
 
 DEVICE_GRADIENTS = 2
@@ -200,6 +200,8 @@ def needs_of_shape(
     beside = beside_slices_bytes if shared_memory else beside_devices_bytes
     host = summed(host, {Purpose.RANKS: beside(plan, model, ranks, in_place=gathers_in_place)})
     host = {**host, Purpose.SPARE: _spare_bytes(placed) if speculates(plan, updates) else 0}
+    if gathers_on_devices(plan, ranks, shared_memory=shared_memory):
+        device = {**device, Purpose.RANKS: on_devices_bytes(model, ranks, DEVICE_GRADIENTS)}
     if shared_memory:
         device, host = {}, summed(device, host)
     return Needs(

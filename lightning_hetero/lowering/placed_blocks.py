@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hetero.ir.activations import SavedBytes, saved_bytes
 from lightning_hetero.ir.model import BlockShape, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 
 
@@ -187,6 +187,17 @@ def updates_in_backward(plan: Plan, updates: Updates) -> bool:
         updates: When they may run.
     """
     return updates is Updates.IN_BACKWARD and plan.update_order is not UpdateOrder.AFTER_BACKWARD
+
+
+def gathers_on_devices(plan: Plan, ranks: int, *, shared_memory: bool) -> bool:
+    """Whether devices exchange weights and gradients themselves; one has nothing to exchange.
+
+    Args:
+        plan: The plan, which may want that.
+        ranks: Ranks that share the model.
+        shared_memory: Their devices are the host's own CPU.
+    """
+    return plan.gather is Gather.DEVICE and ranks > 1 and not shared_memory
 
 
 def waits_for_step(placed: PlacedBlock, signature: StepSignature, ranks: int) -> bool:

@@ -9,7 +9,7 @@ from itertools import islice
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, StepSignature, Updates
 from lightning_hetero.lowering.activation_moves import ActivationMoves
-from lightning_hetero.lowering.chains import Carried, Issue, earlier_reduce
+from lightning_hetero.lowering.chains import Carried, Issue, earlier_arrivals
 from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
 from lightning_hetero.lowering.placed_blocks import PlacedBlock, speculates, updates_in_backward, waits_for_step
 from lightning_hetero.lowering.weight_cache import Uses
@@ -29,6 +29,7 @@ class UpdateMoves:
         activations: Where those are; ``None`` where the device is the host.
         ranks: Ranks that share the model.
         shared_memory: The devices of several ranks are the host's own CPU.
+        on_devices: Devices reduce gradients themselves; what leaves them is a slice of the sum.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class UpdateMoves:
         ranks: int = 1,
         *,
         shared_memory: bool = False,
+        on_devices: bool = False,
     ) -> None:
-        self._ranks = ranks
-        leaves, reduces = [(OpKind.GRAD, Lane.D2H)] * (not shared_memory), [(OpKind.REDUCE, Lane.NET)] * (ranks > 1)
-        self._hops = [*leaves, *reduces]  # of gradients on their way to the update
+        self._ranks, self._on_devices = ranks, on_devices
+        self._exchange = Lane.PEER if on_devices else Lane.NET
+        leaves, reduces = [(OpKind.GRAD, Lane.D2H)] * (not shared_memory), [(OpKind.REDUCE, self._exchange)] * (ranks > 1)
+        self._hops = [*reduces, *leaves] if on_devices else [*leaves, *reduces]  # of gradients on their way to the update
         self._agreed: int | None = None  # the AGREE that all ranks have the last record
         self._verdict: tuple[int, ...] = ()  # the AGREE that makes the verdict one
         self._plan, self._signature, self._placed, self._issue = plan, signature, placed, issue
@@ -59,8 +62,8 @@ class UpdateMoves:
         self._moving: deque[int] = deque()  # blocks whose state waits for device memory
         self._opened: set[int] = set()  # blocks whose state has been sent for
         self._updated: dict[int, int] = {}  # block -> UPDATE, in the order of issue
-        self._grads: list[tuple[int, int, int | None]] = []  # GRAD, block, block that it replaces
-        self._reduced: list[int] = []  # REDUCEs of gradients that have left a device
+        self._grads: list[tuple[int, int, int | None]] = []  # their first hop, the block, the block that they replace
+        self._arrived: list[int] = []  # their second hop, if there are two
         self._down: list[int] = []  # SWAP_OUTs of state
         self._num_up = 0  # SWAP_INs of state
         self._returned: list[int] = []  # SWAP_OUTs of weights
@@ -109,9 +112,11 @@ class UpdateMoves:
             latest = reversed(self._updated.values())  # the oldest gradients must be used up
             yield from islice(latest, depth - 1, depth)
         elif len(self._grads) >= DEVICE_GRADIENTS:
-            grad, block, over = self._grads[-DEVICE_GRADIENTS]
-            if over is not None:
-                self._renew(over)  # its update is over after this GRAD
+            grad, block, _ = self._grads[-DEVICE_GRADIENTS]
+            # A GRAD follows the update whose gradients it replaces, and a REDUCE on devices a GRAD.
+            place = DEVICE_GRADIENTS * (2 if self._on_devices else 1)
+            if len(self._grads) >= place and (over := self._grads[-place][2]) is not None:
+                self._renew(over)
             if self._ranks > 1 and block not in self._updated:
                 self._update_early(index, block)
             yield grad
@@ -158,20 +163,24 @@ class UpdateMoves:
             self._weights.renew(device, block)
 
     def _grad(self, index: int, block: int) -> None:
-        depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes * self._ranks
+        depth, size = self._plan.gradient_depth, self._placed[block].shape.gradient_bytes
         over = self._grads[-depth][1] if self._in_backward and len(self._grads) >= depth else None
         if over is not None and over not in self._updated:
             self._update(index, over)
-        after = () if over is None else (self._updated[over],)
-        carried: tuple[Carried, ...] = ()
+        replaced = () if over is None else (self._updated[over],)
         (kind, lane), *rest = self._hops
-        if rest:  # few gradients wait on the host whole
-            after = (self._reduced[-depth],) if over is None and len(self._reduced) >= depth else after
-            carried = tuple(dict.fromkeys(earlier_reduce(self._placed, self._signature.order, depth, len(self._grads))))
-        left = self._issue(kind, block, lane, Payload.GRADIENTS, size, after=after, carried=carried)
+        after, carried = replaced, tuple[Carried, ...]()
+        if rest:  # few gradients wait between the hops: whole ones on the host, or slices on the device
+            few, last_hop = DEVICE_GRADIENTS if self._on_devices else depth, rest[0][0]
+            if self._on_devices or over is None:  # else the update has had them
+                after = (self._arrived[-few],) if len(self._arrived) >= few else ()
+            earlier = earlier_arrivals(self._placed, self._signature.order, few, len(self._grads), last_hop=last_hop)
+            carried = tuple(dict.fromkeys(earlier))
+        left = self._issue(kind, block, lane, Payload.GRADIENTS, size * self._ranks, after=after, carried=carried)
         self._grads.append((left, block, over))
         for later, there in rest:
-            self._reduced.append(self._issue(later, block, there, Payload.GRADIENTS, size))
+            slices, behind = (1, replaced) if self._on_devices else (self._ranks, ())
+            self._arrived.append(self._issue(later, block, there, Payload.GRADIENTS, size * slices, after=behind))
 
     def _update(self, index: int, block: int) -> None:
         shape, placed = self._placed[block].shape, self._placed[block]
@@ -235,7 +244,7 @@ class UpdateMoves:
 
     def _agree(self) -> int:
         carried = ((OpKind.COMMIT, NO_BLOCK),) if self._agreed is None else ()
-        number = self._issue(OpKind.AGREE, NO_BLOCK, Lane.NET, carried=carried)
+        number = self._issue(OpKind.AGREE, NO_BLOCK, self._exchange, carried=carried)
         self._agreed = number if self._agreed is None else self._agreed
         return number
 

@@ -28,6 +28,7 @@ class WeightMoves:
         ranks: Ranks that share the model: whole weights come to the device from all of them.
         shared_memory: The devices of several ranks are the host's own CPU.
         gathers_in_place: Whole weights are in host memory where the slices of all ranks are.
+        on_devices: Devices gather whole weights, each from its own slice and those of the others.
     """
 
     def __init__(
@@ -43,15 +44,22 @@ class WeightMoves:
         ranks: int = 1,
         shared_memory: bool = False,
         gathers_in_place: bool = False,
+        on_devices: bool = False,
     ) -> None:
         self.host, self.device, self._absent = host, device, absent
         self._placed, self._issue, self._uses, self._depth = placed, issue, uses, depth
         self._ranks, self._on_host = ranks, shared_memory
         self._gathered = 0 if gathers_in_place else ranks  # slices that a GATHER moves
         self._copies = self._gathered if shared_memory else ranks  # for which the device has memory
-        self._shares = ranks > 1 and gathers_in_place and not shared_memory  # devices read slices of all ranks where these are
-        gathers, uploads = [(OpKind.GATHER, Lane.NET)] * (ranks > 1), [(OpKind.UPLOAD, Lane.H2D)] * (not shared_memory)
-        self._hops = [*gathers, *uploads]  # of weights on their way to where they compute
+        # Devices read slices of all ranks where these are.
+        self._shares = ranks > 1 and gathers_in_place and not shared_memory and not on_devices
+        # Of weights on their way to where they compute, each with the slices that it moves.
+        if on_devices:
+            self._hops = [(OpKind.UPLOAD, Lane.H2D, 1), (OpKind.GATHER, Lane.PEER, ranks)]
+        else:
+            uploads = [(OpKind.UPLOAD, Lane.H2D, ranks)] * (not shared_memory)
+            self._hops = [*[(OpKind.GATHER, Lane.NET, self._gathered)] * (ranks > 1), *uploads]
+        self._takes_memory = OpKind.UPLOAD if not shared_memory else OpKind.GATHER
         self._on_disk = uses.of({b for b, p in enumerate(placed) if p.on_disk})
         self._higher = 0  # up to this place in there, weights of uses to come are on the device
         self._below_device = uses.of({b for b, p in enumerate(placed) if p.below_device})
@@ -132,12 +140,11 @@ class WeightMoves:
         return () if self.device is None or not self._copies else self.device.held
 
     def _upload(self, device: Cache, block: int, *, after: Sequence[int] = ()) -> None:
-        size = self._placed[block].shape.weight_bytes
-        *first, (kind, lane) = self._hops
-        for earlier, there in first:
-            self._issue(earlier, block, there, Payload.WEIGHTS, size * self._gathered)
-        size *= self._copies
-        device.add(block, self._issue(kind, block, lane, Payload.WEIGHTS, size, after=after))
+        size, last = self._placed[block].shape.weight_bytes, -1
+        for kind, lane, slices in self._hops:
+            room = after if kind is self._takes_memory else ()
+            last = self._issue(kind, block, lane, Payload.WEIGHTS, size * slices, after=room)
+        device.add(block, last)
         self.host.touch(block)
 
     def renew(self, device: Cache, block: int) -> None:

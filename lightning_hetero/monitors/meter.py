@@ -30,6 +30,7 @@ _WORDS = {
     Lane.DISK_READ.value: "disk reads",
     Lane.DISK_WRITE.value: "disk writes",
     Lane.NET.value: "the exchange between devices",
+    Lane.PEER.value: "the exchange between devices",
     "disk": "the disk",
 }
 

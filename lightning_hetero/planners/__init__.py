@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_hetero.ir.plan import Plan
 from lightning_hetero.planners.baselines import BASELINES, BUILTIN_PLANS, disk, host, resident
+from lightning_hetero.planners.gathering import either_way
 
 _SEARCHING = ("lohan", "autohete", "protrain", "deep_optimizer_states", "holistic")
 
@@ -20,6 +21,7 @@ def _plan(name: str, *profiles: Any, **options: Any) -> Plan:
 
 # Each takes (ModelProfile, HardwareProfile, **options). Modules that search are imported when they
 # are asked.
-PLANNERS: dict[str, Callable[..., Plan]] = {**BASELINES, **{name: partial(_plan, name) for name in _SEARCHING}}
+_ONE_WAY: dict[str, Callable[..., Plan]] = {**BASELINES, **{name: partial(_plan, name) for name in _SEARCHING}}
+PLANNERS: dict[str, Callable[..., Plan]] = {name: either_way(planner) for name, planner in _ONE_WAY.items()}
 
 __all__ = ["BASELINES", "BUILTIN_PLANS", "PLANNERS", "disk", "host", "resident"]

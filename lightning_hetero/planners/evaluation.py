@@ -12,6 +12,7 @@ from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Schedule, Updates
 from lightning_hetero.ir.step_seconds import StepSeconds
 from lightning_hetero.lowering import CacheSizes, cache_sizes, check, fitted, steady, step_signatures
+from lightning_hetero.planners.gathering import gathering
 from lightning_hetero.planners.one_rank import as_run
 from lightning_hetero.sim import Simulation, simulate
 from lightning_hetero.units import format_bytes
@@ -87,7 +88,7 @@ def _as_run(plan: Plan, model: ModelProfile, hardware: HardwareProfile) -> tuple
     """The plan, resolved and fitted, and what one rank has of model and machine."""
     plan = plan.resolve(b.name for b in model.blocks)
     model, hardware = as_run(plan, model, hardware)
-    return fitted(plan, model.shape(), device=hardware.copies_weights), model, hardware
+    return fitted(gathering(plan, hardware), model.shape(), device=hardware.copies_weights), model, hardware
 
 
 def _lowered(

@@ -261,7 +261,8 @@ def scaled(machine: HardwareProfile, scale: float) -> HardwareProfile:
     """The machine with all rates scaled except compute's."""
     keys = ["link_h2d_bytes_per_s", "link_d2h_bytes_per_s"]
     keys += ["disk_read_bytes_per_s", "disk_write_bytes_per_s"]
-    keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s", "collective_bytes_per_s"]
+    keys += ["host_dram_bytes_per_s", "cpu_update_params_per_s", "cpu_downcast_params_per_s"]
+    keys += ["collective_bytes_per_s", "peer_bytes_per_s"]
     keys += ["device_update_params_per_s"] if machine.shared_memory else []
     note = f"; times {scale:.2f}, by what steps took"
     source = {**machine.source, **{key: machine.source.get(key, "") + note for key in keys}} if scale != 1 else machine.source

@@ -90,8 +90,12 @@ class Machine:
         if together.decisions is not None and found.ranks == 1:
             found = self._shared(found, session, together.decisions, again=again)
         device = session.options.device
+        if isinstance(device, EmulatedDevice) and found.shared_memory:
+            found = emulated(found, device, session.options.engine.num_disks)
+        if together.decisions is not None and together.decisions.peers is None:  # as those of several nodes
+            found = replace(found, peer_bytes_per_s=0.0)
         if isinstance(device, EmulatedDevice):
-            return emulated(found, device, session.options.engine.num_disks) if found.shared_memory else found
+            return found
         if found.shared_memory != (device is None):
             where = "the CPU" if device is None else str(device.device)
             own = "the host's own CPU as device" if found.shared_memory else "a device with memory of its own"
@@ -113,11 +117,12 @@ class Machine:
             if self._network is None or again:
                 self._network = _network(session, decisions)
             found = self._network
-            keys = ("collective_bytes_per_s", "meeting_s", *(f"contention.{pair}" for pair in found.contention))
+            keys = ["collective_bytes_per_s", "peer_bytes_per_s", "meeting_s", *(f"contention.{pair}" for pair in found.contention)]
             machine = replace(
                 machine,
                 world_size=ranks,
                 collective_bytes_per_s=found.bytes_per_s,
+                peer_bytes_per_s=found.peer_bytes_per_s,
                 meeting_s=found.meeting_s,
                 contention={**machine.contention, **found.contention},
                 source={**machine.source, **dict.fromkeys(keys, found.text)},
@@ -136,7 +141,8 @@ def _network(session: Session, decisions: Decisions) -> Network:
             other = loads.Compute(cpu, dtype=torch.float32, hidden=_HIDDEN, tokens=_TOKENS, cache_bytes=0, most_bytes=0)
         else:
             other = loads.Copy(device.device, to_device=True, num_bytes=_COPIED_BYTES)
-        return measure(decisions, {"update": update, "compute" if device is None else "copy": other})
+        beside = {"update": update, "compute" if device is None else "copy": other}
+        return measure(decisions, beside, None if device is None else device.device)
 
 
 def emulated(host: HardwareProfile, device: EmulatedDevice, num_disks: int = 1) -> HardwareProfile:
@@ -158,6 +164,7 @@ def emulated(host: HardwareProfile, device: EmulatedDevice, num_disks: int = 1) 
     figures += ["cpu_update_params_per_s"] if device.cpu_update_bytes_per_s else []
     figures += ["collective_bytes_per_s"] if device.net_bytes_per_s else []
     figures += ["meeting_s"] if device.net_latency_s else []
+    figures += ["peer_bytes_per_s"] if device.peer_bytes_per_s else []
     return replace(
         host,
         name=f"{host.name}, emulated device of {format_bytes(device.memory_bytes)}",
@@ -173,6 +180,7 @@ def emulated(host: HardwareProfile, device: EmulatedDevice, num_disks: int = 1) 
         link_h2d_bytes_per_s=h2d,
         link_d2h_bytes_per_s=d2h,
         collective_bytes_per_s=device.net_bytes_per_s or host.collective_bytes_per_s,
+        peer_bytes_per_s=device.peer_bytes_per_s or host.peer_bytes_per_s,
         meeting_s=device.net_latency_s or host.meeting_s,
         source={**host.source, **dict.fromkeys(figures, "the emulated device")},
     )

@@ -15,7 +15,7 @@ from lightning_hetero.ir.model import BackwardOperator, BlockProfile, ModelProfi
 
 _SIZES_AND_SECONDS = ("forward_s", "backward_s", "forward_flop", "boundary_bytes", "transient_bytes", "cast_bytes")
 _OF_BACKWARD = ("gap_peak_bytes", "before_bytes", "peak_bytes", "after_bytes", "freed_bytes")
-_SAME = ("world_size", "ranks", "gathers_in_place", "shared_memory", "unified_memory")
+_SAME = ("world_size", "ranks", "gathers_in_place", "gathers_on_devices", "shared_memory", "unified_memory")
 _NO_RATES = (*_SAME, "name", "contention", "source", "disk_duplex", "meeting_s")
 
 

@@ -293,7 +293,10 @@ class _Benchmarks:
         no_copies = "nothing is copied: the device is the host"
         no_disk = without_disk or "none"
         source = {"disks": self.how["disks"]} if "disks" in self.how else {}
-        source |= {"disk_duplex": no_disk, "collective_bytes_per_s": "one device", "meeting_s": "one device"}
+        source |= {
+            "disk_duplex": no_disk,
+            **dict.fromkeys(("collective_bytes_per_s", "peer_bytes_per_s", "meeting_s"), "one device"),
+        }
 
         def rate(key: str, load: str, otherwise: str = "") -> float:
             if load not in self.how:

@@ -41,6 +41,7 @@ LANES = {
     Lane.DISK_READ: "disk read",
     Lane.DISK_WRITE: "disk write",
     Lane.NET: "network",
+    Lane.PEER: "between devices",
 }
 MOST_TRACKS = 6  # rows of one lane; more of its ops at the same time share the last one, without labels
 

@@ -18,7 +18,7 @@ lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from torch import nn
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.ir.plan import Tier, UpdateLane
-from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, urgency
+from lightning_hetero.ir.schedule import COLLECTIVES, NO_BLOCK, Lane, Op, OpKind, Payload, urgency
 from lightning_hetero.lanes import All, Event, OpEvent
 from lightning_hetero.runtime.activations.block import Activations, BlockActivations
 from lightning_hetero.runtime.batch import Batch
@@ -35,8 +35,8 @@ from lightning_hetero.runtime.context import RunContext
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.gradients_in_use import GradientsInUse
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule
+from lightning_hetero.runtime.rank_ops import RankOps, Run
 from lightning_hetero.runtime.residency import Residency
-from lightning_hetero.runtime.slices import Slices
 from lightning_hetero.runtime.speculation import Speculation, Trial
 from lightning_hetero.runtime.updates import DueUpdate
 from lightning_hetero.runtime.weights_in_code import WeightsInCode
@@ -45,7 +45,6 @@ from lightning_hetero.store.live.blocks import Block
 _READ_REDUCED = ((OpKind.UPDATE, Payload.STATE), (OpKind.SWAP_IN, Payload.GRADIENTS))
 
 Key = tuple[OpKind, int]
-Run = Callable[[], Iterable[Ticket]]
 
 
 class Handlers:
@@ -60,6 +59,7 @@ class Handlers:
         self._blocks, self._lanes, self._store, self._updater = run.blocks, run.lanes, run.store, run.updater
         self._recorder, self._poison, self._turn, self._side = run.recorder, run.poison, run.turn, run.side
         self._slices = run.slices
+        self._ranks = None if run.slices is None else RankOps(context, run.slices, batch)
         self._in_code = WeightsInCode(residency, on_device=run.side is not None)
         self._latest: dict[int, list[Ticket]] = {}  # block -> its latest update, whose write-back is the STORE
         self._ending: list[OpEvent] = []  # MIRRORs and COMMITs
@@ -126,16 +126,17 @@ class Handlers:
                 return moved
             if op.kind is OpKind.UPDATE and op.lane is Lane.CPU and not self._is_early(block := self._blocks[op.block]):
                 after = (*after, *self._take_rest(block, side))  # a late update also sends gradients that no GRAD sent
-        if self._slices is not None and (op.kind, op.payload) in _READ_REDUCED:
-            self._await_reduced(op.block, self._slices)
+        if self._ranks is not None and (op.kind, op.payload) in _READ_REDUCED:
+            reduced = self.ends.get((OpKind.REDUCE, op.block))
+            after = (*after, *self._ranks.await_reduced(self._blocks[op.block], reduced))
         run = TABLE[op.kind, op.payload, op.lane](self, op)
         if run is None:
             waits = [event for event in after if not event.done()]
             if waits:  # edges of the next step may lead to these through this op
                 self.ends.setdefault((op.kind, op.block), All(waits))
             return All(after)
-        if op.lane is Lane.NET:
-            run = partial(self._on_ranks.collectives.on_lane, run)
+        if op.lane in COLLECTIVES:
+            run = partial(self._on_ranks.slices.collectives.on_lane, run)
         if side is None:
             end = self._lanes.submit(op, run, after)
             if end.error is not None:
@@ -158,8 +159,8 @@ class Handlers:
                 self._updater.show_taken(self._blocks[op.block], self._updater.updated)
         elif op.kind in (OpKind.MIRROR, OpKind.COMMIT):
             self._ending.append(end)
-        elif op.lane is Lane.NET:
-            self._on_ranks.collectives.follow(end)
+        elif op.lane in COLLECTIVES:
+            self._on_ranks.slices.collectives.follow(end)
         self.ends[op.kind, op.block] = end
         return end
 
@@ -185,8 +186,8 @@ class Handlers:
         self._residency.renewed.add(block.index)
         if side is None or lane is Lane.CPU:
             if side is not None:
-                last = self.ends.get((OpKind.UPLOAD, block.index))  # it reads the weights that the update writes
-                after = [*after, *side.gradients.arriving(block), *([last] if last else [])]
+                keys = [(kind, block.index) for kind in (OpKind.UPLOAD, OpKind.GATHER)]  # of weights that the update writes
+                after = [*after, *side.gradients.arriving(block), *(self.ends[key] for key in keys if key in self.ends)]
             updated = self._submit_now(OpKind.UPDATE, block, lane, after)
             if Tier.DISK in (plan.weights, plan.state):
                 self._submit_now(OpKind.STORE, block, Lane.DISK_WRITE, (updated,))
@@ -249,10 +250,12 @@ class Handlers:
         # Of batches that accumulate, the last one reduces those of pinned blocks, if it is known.
         every = self._batch.armed is not None or self._updater.rules.waits
         blocks = [block for block in self._blocks if every or not block.spec.pinned]
-        if side is not None:  # gradients that are on their way
+        if side is not None and not slices.on_devices:  # gradients that are on their way
             after = [end for b in blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
         for block in slices.gradients.left(blocks):
-            self._submit_now(OpKind.REDUCE, block, Lane.NET, after, Payload.GRADIENTS)
+            end = self._submit_now(OpKind.REDUCE, block, slices.lane, after, Payload.GRADIENTS)
+            if slices.on_devices:
+                self._submit_now(OpKind.GRAD, block, Lane.D2H, (end,), Payload.GRADIENTS)
 
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
@@ -324,6 +327,8 @@ class Handlers:
         block = self._blocks[op.block]
         if self._side is None and (block.uses or not block.weights_on_disk):
             return None
+        if self._slices is not None and self._slices.on_devices:
+            self._slices.leave(block)
 
         def run() -> Sequence[Ticket]:
             with self._turn:
@@ -331,50 +336,26 @@ class Handlers:
 
         return run
 
-    def _gather_weights(self, op: Op) -> Run | None:
-        """GATHER: slices of all ranks become whole weights, unless a FETCH had no room."""
-        block = self._blocks[op.block]
-        if self._side is None and block.weights_on_disk and not block.resident:
-            return None
-        return partial(_done, self._on_ranks.gather(block))
-
-    def _release_others(self, op: Op) -> Run | None:
-        """RELEASE on several ranks: of what is not the rank's slice."""
-        block = self._blocks[op.block]
-        return None if self._side is None and block.uses else partial(_done, self._on_ranks.release(block))
-
-    def _reduce(self, op: Op) -> Run | None:
-        """REDUCE; of the schedule's, those after backward have been submitted as it ended."""
-        block, is_late, updater = self._blocks[op.block], op.id < 0, self._updater
-        if not (self._batch.in_backward or is_late):
-            return None
-        work = self._on_ranks.gradients.reduce(block, early=not is_late and self._may_change(block))
-        if self._batch.armed is not None and updater.verdict is None and not (is_late or self.all_wait):
-            updater.show_taken(block, self._on_ranks.gradients.ids())
-        return partial(_done, work)
-
-    def _await_reduced(self, block: int, slices: Slices) -> None:
-        """An update looks at the block's gradients: see [Note: REDUCE on its lane]."""
-        if (end := self.ends.get((OpKind.REDUCE, block))) is not None:
-            end.wait()
-        if self._updater.verdict is not None and not slices.gradients.are_complete(self._blocks[block]):
-            slices.collectives.settle()
-
-    def _agree(self, op: Op) -> Run:
-        """AGREE: all ranks have come here, and have the record of the step before."""
-        collectives, files = self._on_ranks.collectives, self._store.files
-        meeting = partial(collectives.met, collectives.announce(str(op.kind), op.block))
-        others = files.others
-        return partial(_done, meeting if others is None else partial(others.agree, meeting, files.step, files.last_commit))
-
     def _free(self, op: Op) -> Run | None:
         """RELEASE on the device."""
         block = self._blocks[op.block]
         return None if block.uses else partial(self._on_device.weights.free, block)
 
-    def _send_gradients(self, op: Op) -> Run | None:
-        """GRAD: gradients leave the device."""
+    def _upload(self, op: Op) -> Run:
+        """UPLOAD: weights come to the device, or this rank's slice of them."""
+        weights, exchange = self._on_device.weights, self._slices is not None and self._slices.on_devices
+        return partial(weights.upload_slice if exchange else weights.upload, self._blocks[op.block])
+
+    def _reduce(self, op: Op) -> Run | None:
+        """REDUCE of the block's gradients over all ranks."""
         block = self._blocks[op.block]
+        return self._on_ranks.reduce(op, block, may_change=self._may_change(block), all_wait=self.all_wait)
+
+    def _send_gradients(self, op: Op) -> Run | None:
+        """GRAD: gradients leave the device, or a slice of their sum."""
+        block = self._blocks[op.block]
+        if self._slices is not None and self._slices.on_devices:
+            return self._slices.gradients.bring(block)
         return None if self._may_change(block) else self._gradients_of(block, self._on_device)
 
     def _update(self, op: Op) -> Run | None:
@@ -495,10 +476,10 @@ class Handlers:
         return run
 
     @property
-    def _on_ranks(self) -> Slices:
-        if self._slices is None:
+    def _on_ranks(self) -> RankOps:
+        if self._ranks is None:
             raise HeteroError("an op for several ranks came where one process has all of the model.")
-        return self._slices
+        return self._ranks
 
     @property
     def _on_device(self) -> DeviceSide:
@@ -523,7 +504,8 @@ class Handlers:
 
     def _take_rest(self, block: Block, side: DeviceSide) -> tuple[Event, ...]:
         """Sends gradients that are still on the device after backward; returns the end of that."""
-        if side.gradients.are_left(block):
+        exchanges = self._slices is not None and self._slices.on_devices
+        if not exchanges and side.gradients.are_left(block):
             op = Op(id=-1, kind=OpKind.GRAD, block=block.index, lane=Lane.D2H, at=-1, payload=Payload.GRADIENTS)
             run = self._gradients_of(block, side)
             end = self.ends[op.kind, op.block] = self._lanes.submit(op, run, (self._mark(op.at),))
@@ -545,7 +527,9 @@ class Handlers:
     def _note(self, op: Op, end: OpEvent, side: DeviceSide) -> None:
         """Tells the device's side which op works on gradients or state now."""
         block = self._blocks[op.block]
-        if op.kind is OpKind.GRAD or (op.kind is OpKind.UPDATE and op.lane is Lane.CPU):
+        if op.kind is OpKind.GRAD and self._slices is not None and self._slices.on_devices:
+            self._slices.gradients.sent(block, end, late=op.id < 0)
+        elif op.kind is OpKind.GRAD or (op.kind is OpKind.UPDATE and op.lane is Lane.CPU):
             side.gradients.sent(block, end)
         elif op.kind is OpKind.SWAP_OUT and op.payload is Payload.STATE:
             side.updates.returning(block, end)
@@ -559,13 +543,8 @@ class Handlers:
 
 # Ops that read what compute wrote, or free what compute used.
 _AFTER_COMPUTE = {(kind, Lane.D2H) for kind in OpKind} | {(OpKind.SWAP_OUT, lane) for lane in Lane} | {(OpKind.RELEASE, Lane.H2D)}
+_AFTER_COMPUTE |= {(OpKind.REDUCE, Lane.PEER)}
 _NOTED = frozenset({OpKind.GRAD, OpKind.UPDATE, OpKind.SWAP_OUT})
-
-
-def _done(work: Callable[[], object]) -> Sequence[Ticket]:
-    """Does all of an op, which leaves nothing to wait for."""
-    work()
-    return ()
 
 
 TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None]] = {
@@ -573,11 +552,11 @@ TABLE: Mapping[tuple[OpKind, Payload, Lane], Callable[[Handlers, Op], Run | None
     (OpKind.FETCH, Payload.STATE, Lane.DISK_READ): Handlers._open_state,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.DISK_READ): Handlers._release,
     (OpKind.RELEASE, Payload.WEIGHTS, Lane.H2D): Handlers._free,
-    (OpKind.GATHER, Payload.WEIGHTS, Lane.NET): Handlers._gather_weights,
-    (OpKind.RELEASE, Payload.WEIGHTS, Lane.NET): Handlers._release_others,
-    (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): Handlers._reduce,
-    (OpKind.AGREE, Payload.NONE, Lane.NET): Handlers._agree,
-    (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): lambda h, op: partial(h._on_device.weights.upload, h._blocks[op.block]),
+    **{(OpKind.GATHER, Payload.WEIGHTS, lane): lambda h, op: h._on_ranks.gather(h._blocks[op.block]) for lane in COLLECTIVES},
+    **{(OpKind.REDUCE, Payload.GRADIENTS, lane): Handlers._reduce for lane in COLLECTIVES},
+    **{(OpKind.AGREE, Payload.NONE, lane): lambda h, op: h._on_ranks.agree(op) for lane in COLLECTIVES},
+    (OpKind.RELEASE, Payload.WEIGHTS, Lane.NET): lambda h, op: h._on_ranks.release(h._blocks[op.block]),
+    (OpKind.UPLOAD, Payload.WEIGHTS, Lane.H2D): Handlers._upload,
     (OpKind.GRAD, Payload.GRADIENTS, Lane.D2H): Handlers._send_gradients,
     (OpKind.SWAP_IN, Payload.STATE, Lane.H2D): lambda h, op: partial(h._on_device.updates.swap_in, h._blocks[op.block]),
     (OpKind.UPDATE, Payload.STATE, Lane.CPU): Handlers._update,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero._native import PartGeometry
 from lightning_hetero.errors import OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.model import BlockShape, ModelProfile, ModelShape
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier, UpdateLane, UpdateOrder
 from lightning_hetero.ir.schedule import StepSignature, Updates
 from lightning_hetero.lanes.memory import ALIGNMENT_BYTES
 from lightning_hetero.lowering import (
@@ -201,6 +201,7 @@ class Placer:
         budget = host_budget(self._options, present_bytes, profiled=self._profile is not None)
         if self._options.collectives is not None:  # free memory differs from one moment to the next
             budget = int(min(share for (share,) in self._options.collectives.agree([budget])))
+        self._check_gather(plan)
         self._check_device(plan)  # ranks that are refused, and ranks that are not, have agreed before
         needs = self.needs(plan, rules)
         if rules.speculates and self.least_bytes(plan, needs) > budget:  # speculation needs copies of weights until the verdict
@@ -420,7 +421,8 @@ class Placer:
                 plan.name, rows, device_memory=device_memory, profiled=self._profile is not None,
                 tied_to_device=self._is_tied_to_device,
             )  # fmt: skip
-        set_aside = rows[Purpose.WEIGHTS] + ours + rows[Purpose.MOVING] + cache  # state of other optimizers is in torch's memory
+        ranks = rows.get(Purpose.RANKS, 0)
+        set_aside = rows[Purpose.WEIGHTS] + ours + rows[Purpose.MOVING] + ranks + cache  # other state is in torch's memory
         # First fit leaves gaps between blocks of different sizes.
         spare = min(max((*needs.device_caches, 0)), device_memory - total_bytes(rows) - cache)
         return cache, set_aside + spare
@@ -443,6 +445,15 @@ class Placer:
             raise OutOfMemoryBudgetError(
                 f"plan {plan.name!r} puts {format_bytes(need)} of weights, gradients and optimizer state on the device; "
                 f'device_memory allows {format_bytes(allowed)}. Raise device_memory, or choose plan="host" or plan="disk".'
+            )
+
+    def _check_gather(self, plan: Plan) -> None:
+        """Refuses devices of several nodes that are to exchange; ``lower`` refuses other cases."""
+        collectives = self._options.collectives
+        if plan.gather is Gather.DEVICE and collectives is not None and collectives.nodes > 1:
+            raise UnsupportedError(
+                f"plan {plan.name!r} has gather='device'; devices exchange weights and gradients within one node, and there are "
+                f"{collectives.nodes}. Allowed: 'host'."
             )
 
     def _check_schedule(self, plan: Plan, room: CacheSizes, rules: StepRules) -> None:

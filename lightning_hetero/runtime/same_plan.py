@@ -12,7 +12,16 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.store.format.in_place import SourceFile
 
-_KNOBS = ("prefetch_depth", "gradient_depth", "update_order", "priority", "micro_batches", "device_cache_bytes", "host_cache_bytes")
+_KNOBS = (
+    "prefetch_depth",
+    "gradient_depth",
+    "update_order",
+    "priority",
+    "micro_batches",
+    "device_cache_bytes",
+    "host_cache_bytes",
+    "gather",
+)
 
 
 @contextmanager

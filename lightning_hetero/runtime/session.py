@@ -302,6 +302,8 @@ class Session(Copies):
         run.updater.rules = rules
         if run.side is not None:
             run.side.gradients.norm_type = 2.0 if rules.norms and run.slices is None else None  # slices have norms of sums
+        if run.slices is not None:
+            run.slices.install(placement.plan)
         run.heap.counted_bytes = placement.activation_bytes
         return RunContext(run=run, placement=placement, model=model, files=self.directories.of_swaps(run.store, placement))
 

@@ -15,6 +15,12 @@ lane sums them. If backward may still change the gradients on any rank (they are
 does nothing, on all ranks, and each keeps what it has taken. The first REDUCE after backward makes
 up for that. So before an update looks at gradients it waits for the block's REDUCE: from then on
 all ranks know the same (:meth:`SliceGradients.are_complete`).
+
+[Note: Sums on devices]
+Where devices exchange (``Plan.gather``), REDUCE takes gradients from the parameters as above, sums
+them in device memory, and leaves the slice of the sum there. The GRAD that follows it takes the
+slice to the host, and adds it to what earlier batches have left. A REDUCE after backward may leave
+slices of several blocks, which its GRAD takes all.
 """
 
 from __future__ import annotations
@@ -28,9 +34,12 @@ from torch import Tensor, nn
 
 from lightning_hetero._native import Ticket
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError
+from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.collectives import Collectives
-from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES
-from lightning_hetero.runtime.device.gradients import Claim, HostGradients, check_dense
+from lightning_hetero.lanes.contract import Lanes
+from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES, PEER_EXCHANGE_BYTES, SUM_BYTES
+from lightning_hetero.runtime.device import DeviceSide
+from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.device.host_gradient import HostGradient
 from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
@@ -46,7 +55,7 @@ class SliceGradient:
     index: int  # the parameter's position in it
     exposed: bool = False  # ``param.grad`` has shown it since the last backward
     norm: float = -1.0  # of the whole gradient; negative if it is not known
-    _run: Tensor | None = None  # ``None`` until the first REDUCE has ended
+    _run: Tensor | None = None  # ``None`` until the first sum has come
 
     @property
     def param(self) -> nn.Parameter:
@@ -55,7 +64,7 @@ class SliceGradient:
 
     @property
     def run(self) -> Tensor:
-        """Its elements once a REDUCE has ended: flat, in the parameter's memory order.
+        """Its elements once a sum has come to the host: flat, in the parameter's memory order.
 
         Raises:
             HeteroError: None has.
@@ -96,6 +105,20 @@ class _Taken:
         """They have been summed."""
         if not isinstance(self.whole, list):
             self.whole.used(None)
+
+
+@dataclass(eq=False, slots=True)
+class _Sum:
+    """A part's slice of a sum in device memory, from REDUCE to GRAD."""
+
+    part: Part
+    memory: Tensor
+    held: list[SliceGradient]
+
+    @property
+    def run(self) -> Tensor:
+        """The slice, flat."""
+        return self.memory.view(self.part.dtype)
 
 
 @dataclass(eq=False, slots=True)
@@ -166,11 +189,19 @@ class SliceSource:
 class SliceGradients:
     """The gradients of one rank. The thread that computes calls it; the lane adds sums.
 
-    ``leaving``: those that leave a device with memory of its own, whose GRAD comes before REDUCE.
+    ``side``: a device with memory of its own, whose gradients come to the host before REDUCE or,
+    where devices exchange, after it.
     """
 
-    def __init__(self, collectives: Collectives, leaving: HostGradients | None = None) -> None:
-        self._collectives, self._leaving = collectives, leaving
+    on_devices = False  # see [Note: Sums on devices]
+
+    def __init__(self, collectives: Collectives, side: DeviceSide | None = None) -> None:
+        self._collectives, self._leaving = collectives, None if side is None else side.gradients
+        self._lanes = None if side is None else side.lanes
+        self._sums: dict[int, list[_Sum]] = {}  # by block, from the submission of REDUCE to that of GRAD
+        self._arriving: dict[int, Event] = {}  # by block: its last GRAD
+        self._late: list[Event] = []  # GRADs after backward
+        self._landing: Tensor | None = None  # host memory to which a device copies fast
         self._held: dict[int, SliceGradient] = {}  # by the parameter's ``id``
         self._backward = _Backward(())  # the last one
         self._buffers: dict[str, Tensor] = {}  # for what is sent and received
@@ -190,6 +221,7 @@ class SliceGradients:
         """
         backward, is_late = self._backward, self._backward.has_ended
         backward.submitted.add(block.index)
+        sums = self._sums[block.index] = []
         if not early and block.index not in backward.left_compute:
             backward.take(block, self._take(block))
         has = len(backward.taken.get(block.index, ()))
@@ -198,11 +230,11 @@ class SliceGradients:
         def run() -> None:
             is_early, some_lack, some_have = self._collectives.met(op)
             while is_late and backward.early:
-                self._reduce(backward, backward.early.pop(0), some_lack=True)
+                self._reduce(backward, backward.early.pop(0), sums, some_lack=True)
             if is_early:
                 backward.early.append(block)
             elif some_have and block.index not in backward.reduced:
-                self._reduce(backward, block, some_lack=some_lack)
+                self._reduce(backward, block, sums, some_lack=some_lack)
 
         return run
 
@@ -231,7 +263,7 @@ class SliceGradients:
 
     def _take(self, block: Block) -> _Taken:
         """The block's gradients, which leave their parameters."""
-        if self._leaving is not None:
+        if self._leaving is not None and not self.on_devices:
             ids = self._leaving.ids()
             found = [self._hold(part, index) for part, index in _trained(block) if id(part.params[index]) in ids]
             return _Taken(found, self._leaving.claim([held.param for held in found]))
@@ -254,8 +286,8 @@ class SliceGradients:
         return held
 
     @torch.no_grad()
-    def _reduce(self, backward: _Backward, block: Block, *, some_lack: bool) -> None:
-        """Sums a block's gradients, in the thread of the lane."""
+    def _reduce(self, backward: _Backward, block: Block, sums: list[_Sum], *, some_lack: bool) -> None:
+        """Sums a block's gradients, in the lane's thread; ``sums``: what stays on the device."""
         trained, taken = _trained(block), backward.taken.pop(block.index, _Taken([], []))
         gradients = taken.gradients()
         present = [id(part.params[index]) in gradients for part, index in trained]
@@ -264,21 +296,29 @@ class SliceGradients:
             present = [any(row[i] for row in rows) for i in range(len(present))]
         for part in block.parts:
             here = [index for (owner, index), there in zip(trained, present, strict=True) if owner is part and there]
-            if here:
+            if here and self.on_devices and self._lanes is not None:
+                sums.append(self._reduce_there(part, here, gradients, self._lanes))
+            elif here:
                 self._reduce_part(part, here, gradients)
         taken.let_go()
         backward.reduced.add(block.index)
 
-    def _reduce_part(self, part: Part, indices: Sequence[int], gradients: _Gradients) -> None:
-        flats, summed = dict[int, Tensor](), list[SliceGradient]()
+    def _flats(self, part: Part, indices: Sequence[int], gradients: _Gradients, summed: list[SliceGradient]) -> dict[int, Tensor]:
+        """A part's whole gradients, flat and by position; ``summed`` gets those of its slices."""
+        flats = dict[int, Tensor]()
+        device = self._lanes.device if self.on_devices and self._lanes is not None else torch.device("cpu")
         for index in indices:
             key = id(part.params[index])
             if key in gradients:
                 held, grad = gradients.pop(key)
-                flats[index] = part.flat(index, grad, part.dtype)
+                flats[index] = part.flat(index, grad, part.dtype, device=device)
             else:
                 held = self._held.setdefault(key, SliceGradient(part, index))
             summed.append(held)
+        return flats
+
+    def _reduce_part(self, part: Part, indices: Sequence[int], gradients: _Gradients) -> None:
+        flats = self._flats(part, indices, gradients, summed := list[SliceGradient]())
         ranks, nodes = self._collectives.ranks, self._collectives.nodes
         own = own_memory(round_up(part.slice_elements, nodes), part.dtype)
         most = EXCHANGE_BYTES // (ranks * part.dtype.itemsize)
@@ -293,6 +333,73 @@ class SliceGradients:
             start, length = part.pieces[held.index]
             held.add(own[start : start + length] if length else own[:0])
 
+    def _reduce_there(self, part: Part, indices: Sequence[int], gradients: _Gradients, lanes: Lanes) -> _Sum:
+        """Sums gradients in device memory, in the order and with the rounding of the host."""
+        arena, what, ranks = lanes.memory(), f"gradients of {part.block.name}", self._collectives.ranks
+        most = min(part.slice_elements, PEER_EXCHANGE_BYTES // (ranks * part.dtype.itemsize))
+        found = _Sum(part, arena.take(part.slice_elements * part.dtype.itemsize, what), [])
+        rooms = [arena.take(most * ranks * part.dtype.itemsize, what) for _ in range(2)]
+        rooms.append(arena.take(min(8 * most, SUM_BYTES), what))
+        lanes.catch_up()  # what exchanges through the host does not follow the stream
+        flats = self._flats(part, indices, gradients, found.held)
+        own, (sent, received), total = found.run, (room.view(part.dtype) for room in rooms[:2]), rooms[2].view(torch.float64)
+        for start in range(0, own.numel(), most):
+            length = min(most, own.numel() - start)
+            for rank, row in enumerate(sent[: length * ranks].view(ranks, length)):
+                _fill(row, part, flats, rank * part.slice_elements + start)
+            lanes.catch_up()
+            self._collectives.reduce_on_devices(
+                own[start : start + length], sent[: length * ranks], received[: length * ranks], total, divisor=ranks
+            )
+        lanes.catch_up()  # the gradients go with this call
+        for room in rooms:
+            arena.give(room)
+        return found
+
+    def bring(self, block: Block) -> Callable[[], list[Ticket]]:
+        """GRAD: what the REDUCE of the block has left on the device comes to the host."""
+        sums = self._sums.pop(block.index, [])
+
+        def run() -> list[Ticket]:
+            while sums and self._lanes is not None:
+                self._land(sums.pop(0), self._lanes)
+            return []
+
+        return run
+
+    @torch.no_grad()
+    def _land(self, found: _Sum, lanes: Lanes) -> None:
+        own, num_bytes = own_memory(found.run.numel(), found.part.dtype), found.memory.nbytes
+        if self._landing is None or self._landing.nbytes < num_bytes:
+            self._landing = lanes.host_buffer(num_bytes)
+        landed = self._landing[:num_bytes].view(found.part.dtype)
+        lanes.copy(landed, found.run)
+        lanes.catch_up()
+        own.copy_(landed)
+        lanes.catch_up()  # copies within a lane are its stream's
+        lanes.memory().give(found.memory)
+        for held in found.held:
+            start, length = found.part.pieces[held.index]
+            held.add(own[start : start + length] if length else own[:0])
+
+    def sent(self, block: Block, event: Event, *, late: bool) -> None:
+        """The block's GRAD, of what devices have summed; ``late``: of other blocks, too."""
+        self._arriving[block.index] = event
+        if late:
+            self._late = [*(one for one in self._late if not one.done()), event]
+
+    def arriving(self, block: Block) -> list[Event]:
+        """The GRADs that bring what the block has of gradients."""
+        last = self._arriving.get(block.index)
+        return [*([] if last is None else [last]), *self._late]
+
+    def settle(self) -> None:
+        """Waits until all gradients that have been submitted are sums on the host."""
+        self._collectives.settle()
+        for event in self._arriving.values():
+            event.wait()
+        self._arriving.clear()
+
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         num_bytes = numel * dtype.itemsize
         if name not in self._buffers or self._buffers[name].nbytes < num_bytes:
@@ -304,7 +411,7 @@ class SliceGradients:
     def expose(self) -> None:
         """After backward or a verdict: ``param.grad`` shows the gradients."""
         if self._backward.lacks:  # other ranks may have gradients that this one has not
-            self._collectives.settle()
+            self.settle()
         for held in self._held.values():
             with torch._C.DisableTorchFunctionSubclass():
                 param = held.param
@@ -336,12 +443,12 @@ class SliceGradients:
 
     def run_of(self, held: SliceGradient) -> Tensor:
         """This rank's elements of a gradient, once the lane has summed them."""
-        self._collectives.settle()
+        self.settle()
         return held.run
 
     def norm_of(self, held: SliceGradient) -> float:
         """The norm of a whole gradient; that of all gradients is made at once."""
-        self._collectives.settle()
+        self.settle()
         if held.norm < 0:
             known = (self._held.get(id(part.params[i])) for block in self._backward.trained for part, i in _trained(block))
             stale = [one for one in known if one is not None and one.norm < 0]  # in one order on all ranks
@@ -365,14 +472,17 @@ class SliceGradients:
         """An update is issued for these gradients; ``keep``: they can be read after it, too."""
         found = {}
         for param in params:
-            held = self._held[id(param)] if keep else self._held.pop(id(param))
-            found[id(param)] = held.run
+            found[id(param)] = self._held[id(param)] if keep else self._held.pop(id(param))
         return SliceClaim(found)
 
     def drop(self) -> None:
         """Forgets all gradients of a step that was given up."""
         self.conceal()
         self._held.clear()
+        for found in [found for sums in self._sums.values() for found in sums]:  # an error came before their GRAD
+            if self._lanes is not None:
+                self._lanes.memory().give(found.memory)
+        self._sums.clear()
         if self._leaving is not None:
             self._leaving.drop()
 
@@ -380,12 +490,12 @@ class SliceGradients:
 class SliceClaim:
     """Gradients that belong to one update."""
 
-    def __init__(self, runs: dict[int, Tensor]) -> None:
-        self._runs = runs
+    def __init__(self, held: Mapping[int, SliceGradient]) -> None:
+        self._held = held
 
     def gradients(self, params: Iterable[nn.Parameter]) -> list[Tensor | None]:
-        """The elements that this rank owns, in their parameters' memory order."""
-        return [self._runs[id(param)] for param in params]
+        """The elements that this rank owns, in their parameters' memory order; they have come."""
+        return [self._held[id(param)].run for param in params]
 
     def used(self, ticket: Ticket | None) -> None:
         """The update has the gradients; the engine keeps them until it is READY."""

@@ -14,6 +14,12 @@ gives their pages back.
 
 Gradients of a block are whole until its backward has ended. REDUCE sums them over the ranks, and
 from then on a rank has those of its slice, in memory of their own.
+
+[Note: Devices that exchange]
+If the plan says so (``Plan.gather``), UPLOAD brings the rank's slice of weights to its device, and
+GATHER fills the rest there. By then all ranks have updated the block, so the memory that they share
+is whole, too. That of weights on disk is not: each rank reads its slice, and gives it back when its
+own device has it. Outside a step whole weights come from the host in any case.
 """
 
 from __future__ import annotations
@@ -30,10 +36,11 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.errors import ConfigError
-from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.schedule import NO_BLOCK
+from lightning_hetero.ir.plan import Gather, Plan
+from lightning_hetero.ir.schedule import NO_BLOCK, Lane
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.runtime.device import DeviceSide
+from lightning_hetero.runtime.device.weights import DeviceWeights
 from lightning_hetero.runtime.options import SessionOptions
 from lightning_hetero.runtime.placement import Placement
 from lightning_hetero.runtime.same_plan import check_same_plan
@@ -61,13 +68,42 @@ class Slices:
         is_shared: They have the same memory for weights.
         side: What is on the rank's device, if that has memory of its own.
         poison: Fill memory whose content does not count with NaN (tests).
+
+    Attributes:
+        on_devices: Devices exchange weights and gradients themselves; see [Note: Devices that
+            exchange].
     """
 
     def __init__(self, collectives: Collectives, side: DeviceSide | None = None, *, is_shared: bool, poison: bool = False) -> None:
         self.collectives, self.is_shared, self._poison = collectives, is_shared, poison
-        self._has_device = side is not None
-        self.gradients = SliceGradients(collectives, None if side is None else side.gradients)
+        self._has_device, self.on_devices = side is not None, False
+        self.gradients = SliceGradients(collectives, side)
         self.reads = SliceReads(collectives)
+
+    def install(self, plan: Plan) -> None:
+        """Changes to another plan: whether devices exchange weights and gradients themselves."""
+        self.on_devices = self.gradients.on_devices = self._has_device and plan.gather is Gather.DEVICE
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of all collectives of a step."""
+        return Lane.PEER if self.on_devices else Lane.NET
+
+    def gather_on_device(self, block: Block, weights: DeviceWeights) -> Callable[[], None]:
+        """GATHER between devices, to which ranks have uploaded their slices."""
+        parts = [part for part in block.parts if not (part.is_whole or block.weights_on_disk)]
+        op = self.collectives.announce("GATHER", block.index)
+        for part in parts:
+            part.is_whole = True
+
+        def run() -> None:
+            self.collectives.met(op)
+            weights.gather(block, self.collectives.gather_on_devices)
+            for part in parts if self._poison else ():
+                if isinstance(part.arena, SharedArena):  # which RELEASE has spoiled for this rank
+                    part.arena.share()
+
+        return run
 
     def gather(self, block: Block) -> Callable[[], None]:
         """GATHER: the block's memory has the newest slices of all ranks."""
@@ -89,6 +125,11 @@ class Slices:
                     self.collectives.gather(whole, whole.view(part.own.ranks, -1)[part.own.rank])
 
         return run
+
+    def leave(self, block: Block) -> None:
+        """The rank's slice of weights goes back to the disk; no other device reads it."""
+        for part in block.parts:
+            part.is_whole = False
 
     def release(self, block: Block) -> Callable[[], None]:
         """RELEASE: the memory of the other ranks' slices does not count, and is given back.

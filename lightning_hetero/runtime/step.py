@@ -28,6 +28,7 @@ from lightning_hetero.runtime.handlers import Handlers, Key
 from lightning_hetero.runtime.recorder import Recorder
 
 _END = (OpKind.MIRROR, OpKind.COMMIT)
+_ARRIVALS = ((OpKind.UPLOAD, Lane.H2D), (OpKind.GATHER, Lane.PEER))
 _KEPT = 64
 _LONG_ORDER = 4  # training steps that use blocks more often on average get no schedule
 
@@ -43,7 +44,7 @@ class Step:
     recorder: Recorder  # is told the ops that compute waits for
     before: Mapping[Key, Event]  # the latest op of each kind and block, of earlier steps
     serial: bool  # compute waits for each op to end
-    left: list[Event]  # UPLOADs that the step before has left out: the first anchor waits for them
+    left: list[Event]  # what brings weights and the step before has left out: the first anchor waits for it
     _anchor: int = 0  # the next one
     _op: int = 0  # the next one
     _ends: list[Event] = field(default_factory=list)  # of the ops so far, by their ids
@@ -85,14 +86,15 @@ class Step:
         return needs
 
     def left_out(self) -> list[Event]:
-        """UPLOADs that compute has not waited for, because it has not come to their anchors.
+        """What brings weights and compute has not waited for, as it has not come to their anchors.
 
         The step is whole. The next one finds the weights on the device, so it has no edge to these.
         """
         left = self.left
         for anchor in self.schedule.anchors:
             for op in anchor.needs:
-                if op not in self._waited and self.schedule.ops[op].kind is OpKind.UPLOAD:
+                one = self.schedule.ops[op]
+                if op not in self._waited and (one.kind, one.lane) in _ARRIVALS:
                     left.append(self._ends[op])
         return left
 

@@ -28,6 +28,7 @@ _SERVERS = {
     Work.CPU_UPDATE: Server.CPU,
     Work.DISK_READ: Server.DISK,
     Work.COLLECTIVE: Server.NET,
+    Work.PEER: Server.NET,  # no schedule has both
 }
 
 Key = tuple[OpKind, int]

@@ -20,6 +20,7 @@ from lightning_hetero.ir.activations import saved_bytes
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier, UpdateLane
 from lightning_hetero.ir.schedule import Lane, Op, OpKind, Payload, Phase, Schedule
+from lightning_hetero.lowering.placed_blocks import gathers_on_devices
 
 Effect = tuple[int, int]  # bytes on the device, bytes on the host
 
@@ -51,7 +52,7 @@ class Occupancy:
         staging_bytes: Host memory through which state on disk streams.
         ranks: Ranks that share the model, of which ``model`` is one's slice; whole weights and
             gradients take memory too. On devices with memory of their own, whole weights pass
-            through host memory that the ranks share.
+            through host memory that the ranks share, or only slices do (``Plan.gather``).
         keeps_gradients: Gradients stay after the updates until the next backward, as in plain
             Lightning; the runtime does this if updates follow the verdict.
     """
@@ -66,7 +67,7 @@ class Occupancy:
         ranks: int = 1,
         keeps_gradients: bool = False,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._on_devices = ranks, gathers_on_devices(plan, ranks, shared_memory=shared_memory)
         self._plan, self._model, self._shared = plan, model, shared_memory
         self._shapes = model.shape().blocks
         self._staging_bytes = staging_bytes
@@ -124,7 +125,13 @@ class Occupancy:
             case OpKind.GATHER, _, _ if not self._shared:
                 return None, None  # the ranks of a host share its memory
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _) if placed is not None and placed.weights is not Tier.DEVICE:
-                return self._pooled(size, 0), None
+                return self._pooled(size * (self._ranks if self._on_devices else 1), 0), None
+            case OpKind.REDUCE, _, Lane.PEER:
+                self._on_device.discard(op.block)
+                return (size // self._ranks, 0), (-size, 0)
+            case OpKind.GRAD, _, _ if self._on_devices:
+                taken, _ = self._gradients(op.block)
+                return taken, (-size, 0)
             case OpKind.GRAD, _, _ if self._ranks > 1:
                 self._on_device.discard(op.block)
                 return (0, size), (-size, 0)

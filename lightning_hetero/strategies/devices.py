@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.lanes import Device, EmulatedDevice
 from lightning_hetero.lanes.backends import BACKENDS, CHOICES, COMPUTES_ON
+from lightning_hetero.lanes.peers import DeviceLinks
 from lightning_hetero.runtime import quantized
 from lightning_hetero.strategies.namespaces import lightning_of
 
@@ -76,6 +79,24 @@ def process_group_of(devices: Sequence[torch.device]) -> str:
     if kind == "cpu" or len(set(devices)) < len(devices):
         return "gloo"
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def peers_of(device: Device | None, backends: str, nodes: int, timeout: timedelta | None) -> DeviceLinks | None:
+    """How ranks' devices exchange weights and gradients; ``None`` if they do not. All call it.
+
+    Args:
+        device: That of this rank, if it has memory of its own.
+        backends: As :func:`process_group_of` names them.
+        nodes: How many there are. Devices of several nodes do not exchange.
+        timeout: Bounds each exchange.
+    """
+    if device is None or nodes > 1:
+        return None
+    library = backends.rpartition(":")[2]
+    group = dist.new_group(timeout=timeout, backend=library)
+    if isinstance(device, EmulatedDevice):
+        return DeviceLinks(group, device.peer_links)
+    return DeviceLinks(group, through_host=library == "gloo" and device.device.type != "cpu")
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

@@ -42,7 +42,7 @@ from lightning_hetero.store.numa import cpus_of_rank, node_cpus
 from lightning_hetero.strategies.averaging import give_weights
 from lightning_hetero.strategies.checkpoints import PathLike
 from lightning_hetero.strategies.console import speak
-from lightning_hetero.strategies.devices import check_kind, process_group_of
+from lightning_hetero.strategies.devices import check_kind, peers_of, process_group_of
 from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
@@ -119,7 +119,7 @@ class HeteroOffloadRanks(_Base):
             speak(lightning_of(self))
         device = self.run.choices.options.device
         network = device.network if isinstance(device, EmulatedDevice) else network_of_environment()
-        devices = list(self.parallel_devices or ())
+        devices, backend = list(self.parallel_devices or ()), self._get_process_group_backend()
         devices[self.local_rank] = self.run.use_device(self.root_device)
         self.parallel_devices = devices
         compute_on(self.precision_plugin, self.root_device, self.run.module.trainer)
@@ -129,12 +129,14 @@ class HeteroOffloadRanks(_Base):
             engine = replace(engine, update_threads=max(1, engine.threads() // self.num_processes))
         own_cpus = cpus_of_rank(node_cpus(), frozenset(os.sched_getaffinity(0)), self.local_rank, self.num_processes)
         engine = replace(engine, cpus=own_cpus)
-        collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout))
-        talk = dist.new_group(timeout=self._timeout, backend="gloo")
-        mesh = None if self.run.autoplan is None else mesh_of(self.num_nodes, self._timeout)  # which planning measures
+        peers = peers_of(options.device, backend, self.num_nodes, self._timeout)
+        collectives = Collectives(group, network, mesh_of(self.num_nodes, self._timeout), peers)
+        talk, plans = dist.new_group(timeout=self._timeout, backend="gloo"), self.run.autoplan is not None
+        mesh = mesh_of(self.num_nodes, self._timeout) if plans else None  # which planning measures, and the links of devices
+        measured = peers_of(options.device, backend, self.num_nodes, self._timeout) if plans else None
         if self.num_nodes > 1:
             collectives.notes.add(GroupNotes(_own_store()))
-        self._decisions = Decisions(talk, network, mesh, collectives.notes)
+        self._decisions = Decisions(talk, network, mesh, collectives.notes, measured)
         self._batches = RankBatches(self._decisions)
         self.run.join(_Ranks(self.run, self._batches))
         if self.run.autoplan is not None:

@@ -10,7 +10,7 @@ SCRIPT = Path(ranks.__file__).with_name("collectives.py")
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_gather_reduce_and_agree(world, tmp_path):
-    scenarios = ("gathers", "reduces", "reduces_over_nodes", "agrees", "runs_on_a_lane")
+    scenarios = ("gathers", "reduces", "reduces_over_nodes", "exchanges_between_devices", "agrees", "runs_on_a_lane")
     outputs = ranks.start(SCRIPT, *scenarios, cwd=tmp_path, world=world)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * world
 

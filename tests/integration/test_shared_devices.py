@@ -60,6 +60,20 @@ def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> N
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 
 
+def test_devices_exchange_slices_and_the_bits_are_the_same(tmp_path: Path) -> None:
+    at_random = "trains_as_in_one_process_at_random"
+    scenarios = ("between_devices", f"{at_random}:20:3", "keeps_steps", "moves_blocks", "streams", f"{at_random}:4:2")
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=3)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
+
+
+def test_devices_that_exchange_update_slices_by_any_rule_and_choose_the_faster_links(tmp_path: Path) -> None:
+    of_code = ("takes_weights_that_code_changes", "skips_steps_that_overflow", "updates_whole_parameters")
+    scenarios = ("chooses_links", "between_devices", *of_code, "there", "goes_on_with_16_bit_weights")
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
 def test_all_ranks_end_where_the_memory_of_one_is_too_small(tmp_path: Path) -> None:
     first, last = ranks.start(SCRIPT, tmp_path, "ends_where_memory_is_too_small", cwd=tmp_path, world=2)
     assert "BatchMemoryError the device's memory is too small for this batch in forward, at block 'layers." in last

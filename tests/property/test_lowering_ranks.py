@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -14,8 +15,8 @@ from support.rank_machines import RankMachines
 
 from lightning_hetero.errors import ScheduleError
 from lightning_hetero.ir.model import BlockProfile, ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane, UpdateOrder
-from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier, UpdateLane, UpdateOrder
+from lightning_hetero.ir.schedule import COLLECTIVES, NO_BLOCK, Lane, Op, OpKind, Payload, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, check, lower
 from lightning_hetero.lowering.check import same_order
 
@@ -78,7 +79,8 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         name="m", tokens=1, compute_itemsize=draw(st.sampled_from([2, 4])), constant_device_bytes=3, constant_host_bytes=5,
         blocks=tuple(draw(blocks(i)) for i in range(draw(st.integers(1, 6)))), kept_every=draw(st.integers(0, 2)),
     )  # fmt: skip
-    model, on_host = whole.slice_of(ranks), draw(st.booleans())
+    model, on_host, in_place = whole.slice_of(ranks), draw(st.booleans()), draw(st.booleans())
+    gather = draw(st.sampled_from(Gather)) if in_place and not on_host else Gather.HOST
     policies = [Saved.KEEP] if on_host else list(Saved)
     rows = []
     for b in model.blocks:
@@ -95,7 +97,7 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         )
     plan = Plan(
         name="p", blocks=tuple(rows), prefetch_depth=draw(st.integers(1, 3)), gradient_depth=draw(st.integers(1, 4)),
-        update_order=draw(st.sampled_from(UpdateOrder)), priority=draw(st.booleans()),
+        update_order=draw(st.sampled_from(UpdateOrder)), priority=draw(st.booleans()), gather=gather,
     )  # fmt: skip
     order = draw(st.permutations(range(len(rows))))
     order = order[: draw(st.integers(1, len(order)))] + draw(st.lists(st.sampled_from(order), max_size=3))
@@ -105,7 +107,6 @@ def cases(draw: st.DrawFn, updates: st.SearchStrategy[Updates] = ANY) -> Case:
         signatures.append(StepSignature(order=tuple(order), training=training, updates=draw(updates) if training else Updates.NONE))
     sizes = [(s.weight_bytes, p.weights) for s, p in zip(model.shape().blocks, rows, strict=True)]
     slices = [size for size, tier in sizes if tier is Tier.DISK]
-    in_place = draw(st.booleans())
     wholes = [size * ranks for size, tier in sizes if tier is not Tier.DEVICE]
     return Case(
         model=model,
@@ -140,7 +141,8 @@ def test_ranks_work_together_in_every_order_that_their_schedules_allow(case: Cas
 @given(cases(st.just(Updates.IN_BACKWARD)))
 def test_gradients_are_reduced_once_after_the_last_backward_and_before_the_update(case: Case) -> None:
     for schedule in case.lower():
-        reduces = {op.block: op for op in schedule.lane(Lane.NET) if op.kind is OpKind.REDUCE}
+        reduces = {op.block: op for op in schedule.ops if op.kind is OpKind.REDUCE}
+        assert len({op.lane for op in schedule.ops if op.lane in COLLECTIVES}) <= 1, "they have one order"
         updates = {op.block: op for op in schedule.ops if op.kind is OpKind.UPDATE}
         assert sum(op.kind is OpKind.REDUCE for op in schedule.ops) == len(reduces)
         grads = [op.block for op in schedule.ops if op.kind is OpKind.GRAD]
@@ -210,7 +212,7 @@ def test_another_lane_or_other_bytes_are_caught(case: Case, data: st.DataObject)
 @given(cases(), st.data())
 def test_a_collective_that_is_missing_is_caught(case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
-    ids = [op.id for op in schedule.lane(Lane.NET) if op.kind is not OpKind.AGREE]
+    ids = [op.id for op in schedule.ops if op.lane in COLLECTIVES and op.kind is not OpKind.AGREE]
     assume(ids)
     missing = data.draw(st.sampled_from(ids))
 
@@ -228,10 +230,15 @@ def test_a_collective_that_is_missing_is_caught(case: Case, data: st.DataObject)
             same_order([*[schedule] * (case.ranks - 1), broken])
 
 
+def _elsewhere(op: Op) -> Op:
+    return replace(op, lane={Lane.NET: Lane.PEER, Lane.PEER: Lane.NET}.get(op.lane, op.lane))
+
+
 MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
     "one rank": lambda s: replace(s, ranks=1),
     "a rank more": lambda s: replace(s, ranks=s.ranks + 1),
     "other devices": lambda s: replace(s, shared_memory=not s.shared_memory),
+    "collectives on the other lane": lambda s: replace(s, ops=tuple(_elsewhere(op) for op in s.ops)),
     "another end": lambda s: replace(s, device_after=s.device_after ^ {0}),
     "an AGREE of a block": lambda s: _with_op(s, replace(s.ops[0], kind=OpKind.AGREE)),
     "an UPLOAD": lambda s: _with_op(s, replace(s.ops[0], kind=OpKind.UPLOAD, lane=Lane.H2D)),
@@ -244,8 +251,10 @@ MUTATIONS: dict[str, Callable[[Schedule], Schedule]] = {
 def test_malformed_schedules_are_caught(mutation: Callable[[Schedule], Schedule], case: Case, data: st.DataObject) -> None:
     schedule = _drawn(case, data)
     assume(any(op.kind is OpKind.REDUCE or (op.kind is OpKind.GATHER and not case.in_place) for op in schedule.ops))
+    broken = mutation(schedule)
+    assume(broken != schedule)  # the first op may be an UPLOAD
     with pytest.raises(ScheduleError):
-        case.check(mutation(schedule))
+        case.check(broken)
 
 
 # ---- what the machines are worth -----------------------------------------------------------------
@@ -278,16 +287,23 @@ def _with_slices_that_leave_early(schedule: Schedule) -> Schedule:
     return replace(schedule, ops=tuple(ops))
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "in place": {"in_place": True},
+    "between devices": {"in_place": True, "shared_memory": False, "gather": Gather.DEVICE},
+}
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
         (_without_agreement, "writes over a step that other ranks may need"),
-        (_with_gathers_that_wait_for_nothing, "gathers slices of versions|while it is (used|written)|nothing to upload"),
+        (_with_gathers_that_wait_for_nothing, "gathers slices of versions|while it is (used|written)|nothing to (upload|gather)"),
     ],
 )
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule], said: str, in_place: bool) -> None:
-    case, schedules = _disk_on_two_ranks(in_place=in_place)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_machines_find_what_goes_wrong(broken: Callable[[Schedule], Schedule], said: str, kind: dict[str, Any]) -> None:
+    case, schedules = _disk_on_two_ranks(**kind)
     ranks = [[broken(schedule) for schedule in schedules]] * 2
     with pytest.raises((AssertionError, KeyError), match=said):
         _run_often(case, ranks)
@@ -314,13 +330,15 @@ def test_ranks_with_different_plans_do_not_meet() -> None:
         same_order([schedules[0], others[0]])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_machines_find_nothing_wrong_with_these(in_place: bool) -> None:
-    case, schedules = _disk_on_two_ranks(in_place=in_place)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_machines_find_nothing_wrong_with_these(kind: dict[str, Any]) -> None:
+    case, schedules = _disk_on_two_ranks(**kind)
     _run_often(case, [schedules] * 2)
 
 
-def _disk_on_two_ranks(*, in_place: bool = False, shared_memory: bool = True) -> tuple[Case, list[Schedule]]:
+def _disk_on_two_ranks(
+    *, in_place: bool = False, shared_memory: bool = True, gather: Gather = Gather.HOST
+) -> tuple[Case, list[Schedule]]:
     """Three steps of four blocks that live on disk; two of them fit in memory."""
     row = BlockProfile(
         name="", num_params=8, num_trainable_params=8, forward_s=1.0, backward_s=2.0, forward_flop=1.0, activation_bytes=0,
@@ -333,7 +351,9 @@ def _disk_on_two_ranks(*, in_place: bool = False, shared_memory: bool = True) ->
     step = StepSignature(order=(0, 1, 2, 3), training=True, updates=Updates.IN_BACKWARD)
     case = Case(
         model=model,
-        plan=Plan(name="p", blocks=tuple(BlockPlan(name=b.name, weights=Tier.DISK, state=Tier.DISK) for b in model.blocks)),
+        plan=Plan(
+            name="p", blocks=tuple(BlockPlan(name=b.name, weights=Tier.DISK, state=Tier.DISK) for b in model.blocks), gather=gather
+        ),
         signatures=(step,) * 3,
         ranks=2,
         capacity_bytes=2 * 16,

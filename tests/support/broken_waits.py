@@ -122,7 +122,7 @@ LISTED = tuple(
 
 _COLLECTIVES, _SLICES = "lightning_hetero.lanes.collectives", "lightning_hetero.runtime.slices"
 _GRADIENTS, _HANDLERS = "lightning_hetero.runtime.slice_gradients", "lightning_hetero.runtime.handlers"
-_ON_RANKS = "lightning_hetero.runtime.residency.ranks"
+_OPS, _ON_RANKS = "lightning_hetero.runtime.rank_ops", "lightning_hetero.runtime.residency.ranks"
 _ENGINE = "lightning_hetero.lanes.engine"
 RANKS = tuple(
     Break(name, module, function, old, new)
@@ -132,22 +132,22 @@ RANKS = tuple(
         (_ENGINE, "compute does not wait for a GATHER", "EngineLanes.compute_waits", "event.wait()", "pass"),
         (_ENGINE, "draining leaves lane net out", "EngineLanes.drain", "one.wait()", "isinstance(one, EngineOp) and one.wait()"),
         (_ENGINE, "closing lanes leaves a collective behind", "EngineLanes.close", "close_queues([net])", "pass"),
-        (_HANDLERS, "an update does not wait for the block's REDUCE", "Handlers._await_reduced", "end.wait()", "pass"),
+        (_OPS, "an update does not wait for the block's REDUCE", "RankOps.await_reduced", "reduced.wait()", "pass"),
         (
-            _HANDLERS,
+            _OPS,
             "an update does not wait for gradients that others were late with",
-            "Handlers._await_reduced",
-            "slices.collectives.settle()",
+            "RankOps.await_reduced",
+            "self.slices.collectives.settle()",
             "pass",
         ),
-        (_HANDLERS, "nobody follows lane net", "Handlers.submit", "self._on_ranks.collectives.follow(end)", "pass"),
+        (_HANDLERS, "nobody follows lane net", "Handlers.submit", "self._on_ranks.slices.collectives.follow(end)", "pass"),
         (_COLLECTIVES, "compute calls a collective beside lane net", "Collectives._naming", "self.settle()", "pass"),
         (_COLLECTIVES, "compute meets beside lane net", "Collectives.meet", "self.settle()", "pass"),
         (_COLLECTIVES, "nothing waits for lane net", "Collectives.settle", "last.wait()", "pass"),
         (_SLICES, "ranks meet for a GATHER before its turn", "Slices.gather", "barrier=self.is_shared", "barrier=False"),
-        (_GRADIENTS, "gradients are shown before others' are known", "SliceGradients.expose", "self._collectives.settle()", "pass"),
-        (_GRADIENTS, "a sum is read while it is made", "SliceGradients.run_of", "self._collectives.settle()", "pass"),
-        (_GRADIENTS, "a norm is made of old sums", "SliceGradients.norm_of", "self._collectives.settle()", "pass"),
+        (_GRADIENTS, "gradients are shown before others' are known", "SliceGradients.expose", "self.settle()", "pass"),
+        (_GRADIENTS, "a sum is read while it is made", "SliceGradients.run_of", "self.settle()", "pass"),
+        (_GRADIENTS, "a norm is made of old sums", "SliceGradients.norm_of", "self.settle()", "pass"),
         (_ON_RANKS, "weights settle while lane net works", "RanksResidency.settle", "self._lanes.drain()", "pass"),
         (_ON_RANKS, "slices leave while lane net works", "RanksResidency._leave", "self._lanes.drain()", "pass"),
     )

@@ -172,8 +172,8 @@ def _check_collectives(checker: Checker, others: _Others, things: _Things, patch
         patch.setattr(Collectives, name, call)
 
     @contextmanager
-    def names(collectives: Collectives, what: str, tensor: Tensor, ranks: int = 0) -> Iterator[None]:
-        with naming(collectives, what, tensor, ranks):
+    def names(collectives: Collectives, what: str, tensor: Tensor, ranks: int = 0, **options: Any) -> Iterator[None]:
+        with naming(collectives, what, tensor, ranks, **options):
             use_group(collectives, what)
             yield
 
@@ -241,8 +241,8 @@ def _check_slices(others: _Others, patch: pytest.MonkeyPatch) -> None:
 
         return checked
 
-    def summed(gradients: SliceGradients, backward: Any, block: Block, *, some_lack: bool) -> None:
-        sums(gradients, backward, block, some_lack=some_lack)
+    def summed(gradients: SliceGradients, backward: Any, block: Block, left: Any, *, some_lack: bool) -> None:
+        sums(gradients, backward, block, left, some_lack=some_lack)
         others.renew(block, "update, of weights")
 
     patch.setattr(Slices, "gather", gathers)
@@ -267,8 +267,8 @@ def _check_decisions(checker: Checker, things: _Things, patch: pytest.MonkeyPatc
 
         return checked
 
-    def summed(gradients: SliceGradients, backward: Any, block: Block, *, some_lack: bool) -> None:
-        sums(gradients, backward, block, some_lack=some_lack)
+    def summed(gradients: SliceGradients, backward: Any, block: Block, left: Any, *, some_lack: bool) -> None:
+        sums(gradients, backward, block, left, some_lack=some_lack)
         ends[id(backward), block.index] = checker.host().hand_on()
 
     def are_complete(gradients: SliceGradients, block: Block) -> bool:

@@ -18,6 +18,7 @@ from lightning_hetero.ir.schedule import NO_BLOCK, Lane, Op, OpKind
 from lightning_hetero.lanes import EmulatedDevice, EmulatedLanes
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.mesh import mesh_of
+from lightning_hetero.lanes.peers import DeviceLinks
 
 TIMEOUT_S = 20.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -86,6 +87,29 @@ def reduces_over_nodes(collectives: Collectives) -> None:
             other = torch.full((9,), float(on_nodes.rank), dtype=dtype)
             on_nodes.like_first_node(other)
             assert (other == on_nodes.shard).all()
+
+
+def exchanges_between_devices(collectives: Collectives) -> None:
+    """Devices make the same of slices and of gradients as the host, also piece by piece through it,
+    and what they send takes the time of their links.
+    """
+    ranks = collectives.ranks
+    slow = EmulatedDevice("1MiB", net_latency_s=9.0, peer_bytes_per_s=1e9, peer_latency_s=1e-3)
+    for through_host in (False, True):
+        links = DeviceLinks(dist.new_group(), slow.peer_links, through_host=through_host)
+        between = Collectives(network=slow.network, peers=links)
+        for dtype, size in [(dtype, size) for dtype in DTYPES for size in (1, 1003, (1 << 18) + 5)]:
+            mine, own, wanted = gradients(between.rank, ranks * size, dtype), *torch.full((2, size), torch.nan, dtype=dtype)
+            total, began_s = torch.empty(1 << 16, dtype=torch.float64), now_s()
+            between.reduce_on_devices(own, mine, torch.empty_like(mine), total, divisor=3)
+            assert 9.0 > now_s() - began_s > 1e-3 + 1e-9 * mine.nbytes * (1 - 1 / ranks)
+            collectives.reduce(wanted, mine, torch.empty_like(mine), divisor=3)
+            assert torch.equal(own, wanted)
+            whole = torch.full_like(mine, torch.nan)
+            whole.view(ranks, -1)[between.rank] = own
+            between.gather_on_devices(whole, whole.view(ranks, -1)[between.rank])
+            collectives.gather(mine, own)
+            assert torch.equal(whole, mine)
 
 
 def agrees(collectives: Collectives) -> None:
@@ -160,7 +184,17 @@ def _doing(work: Callable[[], None]) -> Callable[[], tuple[()]]:
 
 
 SCENARIOS = {
-    work.__name__: work for work in (gathers, reduces, reduces_over_nodes, agrees, runs_on_a_lane, loses_a_rank, waits_for_a_rank)
+    work.__name__: work
+    for work in (
+        gathers,
+        reduces,
+        reduces_over_nodes,
+        exchanges_between_devices,
+        agrees,
+        runs_on_a_lane,
+        loses_a_rank,
+        waits_for_a_rank,
+    )
 }
 
 if __name__ == "__main__":

@@ -81,7 +81,10 @@ class World:
         """Moves the model to a device; every block follows the same rule."""
         weights = DeviceWeights(lanes)
         side = DeviceSide(
-            weights=weights, gradients=HostGradients(lanes, **options), updates=DeviceUpdates(lanes, weights, self.store)
+            lanes=lanes,
+            weights=weights,
+            gradients=HostGradients(lanes, **options),
+            updates=DeviceUpdates(lanes, weights, self.store),
         )
         for block in self.blocks:
             block.plan = replace(plan, name=block.name)

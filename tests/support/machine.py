@@ -14,37 +14,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from random import Random
 
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan, Tier
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
-from lightning_hetero.lowering.needs import DEVICE_STATES
-from lightning_hetero.lowering.placed_blocks import placements, speculates
-
-Place = tuple[object, ...]
+from lightning_hetero.ir.schedule import Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
+from lightning_hetero.lowering.needs import DEVICE_GRADIENTS, DEVICE_STATES
+from lightning_hetero.lowering.placed_blocks import gathers_on_devices, placements, speculates
+from support.machine_places import Place, Run, find_places
 
 _LOST = -1  # the version of what was tried and discarded
-
-
-@dataclass
-class Run:
-    """One op or anchor of one schedule on its way."""
-
-    schedule: int
-    op: Op | None
-    anchor: Anchor | None
-    use: int = -1
-    tried: bool = False  # before the verdict
-    waits: list[Run] = field(default_factory=list)
-    reads: list[Place] = field(default_factory=list)
-    writes: list[Place] = field(default_factory=list)
-    started: bool = False
-    ended: bool = False
-
-    def __str__(self) -> str:
-        return f"schedule {self.schedule} {self.op or self.anchor}"
 
 
 class Machine:
@@ -58,14 +37,16 @@ class Machine:
         ranks: Machines that share the model, of which ``model`` is one's slice; see
             ``support.rank_machines``. Where devices are the host's own CPU, whole weights take the
             place of the device's copies; else they are between host and device, and so are whole
-            gradients.
+            gradients. Where devices exchange, slices are on them.
     """
 
     def __init__(self, plan: Plan, model: ModelProfile, schedules: Sequence[Schedule], *, seed: int, ranks: int = 1) -> None:
         self.plan, self.model, self.schedules, self.random, self.ranks = plan, model, schedules, Random(seed), ranks
-        self.has_hops = ranks > 1 and not any(schedule.shared_memory for schedule in schedules)
+        shared = any(schedule.shared_memory for schedule in schedules)
+        self.on_devices = gathers_on_devices(plan, ranks, shared_memory=shared)
+        self.has_hops = ranks > 1 and not shared and not self.on_devices
         self.between = "whole" if self.has_hops else "host"  # where UPLOAD and GRAD have their other end
-        self.whole: set[int] = set()  # blocks whose gradients are between device and REDUCE
+        self.whole: set[int] = set()  # blocks whose gradients are between two hops
         self.next_compute = 0  # in self.compute
         self.placed = placements(plan, model.shape(), device=True, ranks=ranks)
         self.version = [0] * len(self.placed)  # updates that each block has seen, as the program says
@@ -171,7 +152,7 @@ class Machine:
 
     def _start(self, run: Run) -> None:
         run.started = True
-        self._places(run)
+        find_places(self, run)
         for place in run.reads:
             assert self.at[place] >= 0, f"{run} reads {place} while it is written"
             self.at[place] += 1
@@ -188,77 +169,7 @@ class Machine:
             self.at[place] = 0
         self._give(run)
 
-    def _places(self, run: Run) -> None:
-        """Which places a run reads and writes; both must be there."""
-        if run.anchor is not None:
-            if run.anchor.phase is Phase.VERDICT:
-                return
-            b = run.anchor.block
-            run.reads = [("weights", "device", b)]
-            act = ("activations", "device", run.schedule, run.use)
-            run.writes = [act] if self._swaps(run) else []
-            if run.anchor.phase is Phase.BACKWARD:
-                run.writes.append(("gradients", "device", b))
-            return
-        assert run.op is not None
-        b, u, p = run.op.block, (run.schedule, run.use), self.placed[run.op.block] if run.op.block != NO_BLOCK else None
-        weights, state, gradients, act = (
-            {t: (what, t, b) for t in ("device", "whole", "host", "file", "staging")}
-            for what in ("weights", "state", "gradients", "-")
-        )
-        act, slices = {t: ("activations", t, *u) for t in ("device", "host", "file")}, ("slices", "device", b)
-        match run.op.kind, run.op.payload, run.op.lane:
-            case OpKind.FETCH, Payload.WEIGHTS, _:
-                run.reads, run.writes = [weights["file"]], [weights["host"]]
-            case OpKind.FETCH, Payload.STATE, _:
-                run.reads, run.writes = [state["file"]], [state["staging"]]
-            case OpKind.GATHER, _, _ if self.has_hops:
-                run.reads, run.writes = [weights["host"]], [weights["whole"]]
-            case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
-                run.reads, run.writes = [weights[self.between]], [weights["device"]]
-            case OpKind.RELEASE, _, Lane.NET if self.has_hops:
-                run.writes = [weights["whole"]]
-            case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
-                run.writes = [weights["device"]]
-            case OpKind.RELEASE, _, _:
-                run.writes = [weights["host"]]
-            case OpKind.REDUCE, _, _ if self.has_hops:
-                run.writes = [gradients["whole"], gradients["host"]]
-            case ((OpKind.GRAD | OpKind.REDUCE), _, _):
-                run.writes = [gradients["device"], gradients[self.between]]
-            case OpKind.UPDATE, _, Lane.CPU:
-                assert p is not None
-                run.writes = [gradients["host"], state["staging" if p.plan.state is Tier.DISK else "host"], weights["staging"]]
-                run.writes += [weights["host"]] if weights["host"] in self.value else []
-                run.writes += [weights["whole"]] if self.has_hops else []
-            case OpKind.UPDATE, _, _ if p is not None and p.slices_move:
-                run.writes = [gradients["host"], state["device"], slices]
-            case OpKind.UPDATE, _, _:
-                run.writes = [gradients["device"], state["device"], weights["device"]]
-            case OpKind.STORE, _, _:
-                run.reads = [weights["staging"], state["staging"]]
-                run.reads += [weights["host"]] if weights["host"] in self.value else []
-                run.writes = [weights["file"], state["file"]]
-            case OpKind.SWAP_IN, Payload.STATE, _:
-                run.reads, run.writes = [state["host"]], [state["device"]]
-            case OpKind.SWAP_OUT, Payload.STATE, _:
-                run.writes = [state["device"], state["host"]]
-            case OpKind.SWAP_IN, Payload.GRADIENTS, _:
-                run.reads, run.writes = [weights["host"], gradients["host"]], [slices]
-            case OpKind.SWAP_OUT, Payload.WEIGHTS, _ if p is not None and p.slices_move:
-                run.writes = [slices, weights["host"], weights["whole"]]
-            case OpKind.SWAP_OUT, Payload.WEIGHTS, _:
-                run.reads, run.writes = [weights["device"]], [weights["host"]]
-            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, Lane.D2H:
-                run.writes = [act["device"], act["host"]]
-            case OpKind.SWAP_OUT, Payload.ACTIVATIONS, _:
-                run.writes = [act["host"], act["file"]]
-            case OpKind.SWAP_IN, Payload.ACTIVATIONS, Lane.DISK_READ:
-                run.writes = [act["file"], act["host"]]
-            case OpKind.SWAP_IN, Payload.ACTIVATIONS, _:
-                run.writes = [act["host"], act["device"]]
-
-    def _swaps(self, run: Run) -> bool:
+    def swaps(self, run: Run) -> bool:
         assert run.anchor is not None
         return self.schedules[run.schedule].signature.training and self.placed[run.anchor.block].swaps
 
@@ -275,6 +186,13 @@ class Machine:
                 lost = self.value.get(("weights", "host", b)) == _LOST
                 assert lost or ("weights", "host", b) not in self.value, f"{run}: the host has them"
                 self._memory(host_cache=0 if lost else op.num_bytes)
+            case OpKind.UPLOAD, _, _ if self.on_devices:
+                assert ("weights", "host", b) in self.value, f"{run}: nothing to upload"
+                if self.placed[b].below_device:
+                    assert ("weights", "device", b) not in self.value, f"{run}: the device has them"
+                    self._memory(device_cache=op.num_bytes * self.ranks)
+            case OpKind.GATHER, _, _ if self.on_devices:
+                assert ("weights", "slice", b) in self.value, f"{run}: nothing to gather"
             case OpKind.GATHER, _, _ if self.has_hops:
                 assert ("weights", "host", b) in self.value, f"{run}: nothing to gather"
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
@@ -284,6 +202,14 @@ class Machine:
                     self._memory(device_cache=op.num_bytes)
             case OpKind.RELEASE, _, Lane.DISK_READ:
                 assert self.value["weights", "file", b] == self.value["weights", "host", b], f"{run}: loses an update"
+            case OpKind.REDUCE, _, _ if self.on_devices:
+                assert self.value["gradients", "device", b] > 0, f"{run}: no gradients"
+                self.whole.add(b)
+                assert len(self.whole) <= DEVICE_GRADIENTS, f"{run}: the device has slices of sums of {self.whole}"
+                self._memory(device=op.num_bytes // self.ranks)
+            case OpKind.GRAD, _, _ if self.on_devices:
+                assert ("gradients", "slice", b) in self.value, f"{run}: no gradients"
+                self._memory(host=op.num_bytes * (("gradients", "host", b) not in self.value))
             case OpKind.REDUCE, _, _ if self.has_hops:
                 assert self.value["gradients", "whole", b] > 0, f"{run}: no gradients"
                 self._memory(host=op.num_bytes // self.ranks * (("gradients", "host", b) not in self.value))
@@ -341,6 +267,10 @@ class Machine:
             case OpKind.FETCH, payload, _:
                 place = "host" if payload is Payload.WEIGHTS else "staging"
                 self.value[payload.value, place, b] = self.value[payload.value, "file", b]
+            case OpKind.UPLOAD, _, _ if self.on_devices:
+                self.value["weights", "slice", b] = self.value["weights", "host", b]
+            case OpKind.GATHER, _, _ if self.on_devices:
+                self.value["weights", "device", b] = self.value.pop(("weights", "slice", b))
             case OpKind.GATHER, _, _ if self.has_hops:
                 self.value["weights", "whole", b] = self.value["weights", "host", b]
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _):
@@ -353,6 +283,14 @@ class Machine:
             case OpKind.RELEASE, _, _:
                 del self.value["weights", "host", b]
                 self._memory(host_cache=-op.num_bytes)
+            case OpKind.REDUCE, _, _ if self.on_devices:
+                self.value["gradients", "slice", b] = self.value.pop(("gradients", "device", b))
+                self._memory(device=-op.num_bytes)
+            case OpKind.GRAD, _, _ if self.on_devices:
+                self.whole.remove(b)
+                added = self.value.get(("gradients", "host", b), 0) + self.value.pop(("gradients", "slice", b))
+                self.value["gradients", "host", b] = added
+                self._memory(device=-op.num_bytes)
             case OpKind.GRAD, _, _ if self.has_hops:
                 self.value["gradients", "whole", b] = self.value.pop(("gradients", "device", b))
                 self._memory(device=-op.num_bytes)

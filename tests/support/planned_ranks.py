@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError, PlanError
 from lightning_hetero.ir.hardware import HardwareProfile
 from lightning_hetero.ir.model import ModelProfile
-from lightning_hetero.ir.plan import BlockPlan, Plan, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Tier, UpdateLane
 from lightning_hetero.planners import PLANNERS
 from lightning_hetero.planning import machine_profile
 from lightning_hetero.profiling import hardware
@@ -90,9 +90,12 @@ def plans_alike(out: Path) -> None:
     assert (machine.ranks, machine.world_size) == (SHARDS, 1)
     assert machine.collective_bytes_per_s > 0
     assert machine.meeting_s > 0
-    other = "compute" if shared_model.DEVICE is None and shared_model.ACCELERATOR == "cpu" else "copy"
-    pairs = {pair for kind in ("update", other) for pair in (f"net|{kind}", f"{kind}|net")}
-    assert {pair for pair in machine.contention if "net" in pair} == pairs, "collectives are measured beside what else ranks do"
+    on_host = shared_model.DEVICE is None and shared_model.ACCELERATOR == "cpu"
+    others, lanes = ("update", "compute" if on_host else "copy"), ("net",) if on_host else ("net", "peer")
+    pairs = {pair for kind, lane in product(others, lanes) for pair in (f"{lane}|{kind}", f"{kind}|{lane}")}
+    found = {pair for pair in machine.contention if "net" in pair or "peer" in pair}
+    assert found == pairs, "collectives are measured beside what else ranks do"
+    assert (machine.peer_bytes_per_s > 0) is not on_host, "and so are those between devices"
     given = HardwareProfile.load(MACHINE)
     assert machine.cpu_update_params_per_s == given.cpu_update_params_per_s / SHARDS
 
@@ -150,6 +153,7 @@ class Moves(pl.Callback):
             state = draw.choice([Tier.HOST, Tier.DEVICE if there else Tier.DISK])
             rows.append(BlockPlan(name=block.name, weights=weights, state=state, update=update if there else UpdateLane.CPU))
         wanted = Plan(name="another", blocks=tuple(rows), prefetch_depth=draw.choice([1, 2]), priority=draw.random() < 0.5)
+        wanted = replace(wanted, gather=draw.choice([*Gather]) if shared_model.DEVICE is not None else Gather.HOST)
         assert session.replan(wanted).prefetch_depth == wanted.prefetch_depth
         for block, row in zip(session.blocks, session.running.plan.blocks, strict=True):
             whole = all(part.is_whole for part in block.parts)

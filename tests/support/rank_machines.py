@@ -15,7 +15,7 @@ from random import Random
 
 from lightning_hetero.ir.model import ModelProfile
 from lightning_hetero.ir.plan import Plan
-from lightning_hetero.ir.schedule import NO_BLOCK, Lane, OpKind, Payload, Phase, Schedule
+from lightning_hetero.ir.schedule import COLLECTIVES, NO_BLOCK, OpKind, Payload, Phase, Schedule
 from support.machine import Machine, Run
 
 
@@ -51,7 +51,8 @@ class RankMachines:
             if run.op is not None and not run.started and run.op.kind in (OpKind.STORE, OpKind.MIRROR):
                 self._overwrites(rank, run)
             if self._is_collective(run) and not run.started and run.op is not None:
-                self.sent[rank] = self.machines[rank].value.get(("weights", "host", run.op.block), 0)
+                place = "slice" if self.machines[rank].on_devices else "host"
+                self.sent[rank] = self.machines[rank].value.get(("weights", place, run.op.block), 0)
             self._shares(rank, run)
             self._reads(rank, run)
             self.machines[rank].advance(run)
@@ -61,7 +62,7 @@ class RankMachines:
                 self.met += 1
 
     def _is_collective(self, run: Run) -> bool:
-        if run.op is None or run.op.lane is not Lane.NET:
+        if run.op is None or run.op.lane not in COLLECTIVES:
             return False
         machine = self.machines[0]
         in_place = machine.schedules[run.schedule].gathers_in_place
@@ -82,7 +83,8 @@ class RankMachines:
     def _reads(self, rank: int, run: Run) -> None:
         """An UPLOAD from memory that ranks share reads the slices of all of them."""
         machine, op = self.machines[rank], run.op
-        if op is None or op.kind is not OpKind.UPLOAD or not machine.schedules[run.schedule].gathers_in_place:
+        shares = machine.schedules[run.schedule].gathers_in_place and not machine.on_devices
+        if op is None or op.kind is not OpKind.UPLOAD or not shares:
             return
         place = "weights", "host", op.block
         others = [one for one in self.machines if one is not machine]

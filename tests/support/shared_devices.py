@@ -11,6 +11,7 @@ import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, UnsupportedError
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier, UpdateLane
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime import kept_steps
@@ -33,6 +34,7 @@ from support.cuda import OneGpu, StandIn, standing_in
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 from support.streams import FakeCuda
 
+ON_HOST = Plan(name="host", blocks=(BlockPlan(name="*"),))
 KEPT, SWAPPED, REPEATED = Saved.KEEP, Saved.SWAP_HOST, Saved.RECOMPUTE
 MIXED = Plan(
     name="mixed",
@@ -57,8 +59,14 @@ STREAMED = Plan(  # no more than a block of weights is on the host
 )
 
 
+GATHER = Gather.HOST
+
+
 def on_device(plan: Any = "host", **options: Any) -> HeteroOffloadStrategy:
     """The strategy on this rank's device."""
+    plan = ON_HOST if plan == "host" and GATHER is Gather.DEVICE else plan
+    if isinstance(plan, Plan):
+        plan = replace(plan, gather=GATHER)
     return HeteroOffloadStrategy(plan, **{"device": shared_model.DEVICE, "block_cls": "Layer", "update_threads": 1} | options)
 
 
@@ -242,6 +250,19 @@ class Keeps(pl.Callback):
         self.plan = trainer.strategy.session.running.plan
 
 
+def chooses_links(out: Path) -> None:
+    """Ranks exchange between devices where these have fast links, and in host memory if not."""
+    links, every = {"h2d_bytes_per_s": 1e7, "d2h_bytes_per_s": 1e7, "net_bytes_per_s": 1e8}, shared_model.DEVICE
+    for rate, gather in ((1e10, Gather.DEVICE), (1e6, Gather.HOST)):
+        shared_model.DEVICE = EmulatedDevice("1MiB", seed=RANK, peer_bytes_per_s=rate, **links)
+        shared, keeps = model(), Keeps()
+        trainer(out, planned_ranks.strategy(), max_epochs=2, callbacks=[keeps]).fit(shared, batches())
+        same(shared, reference("", epochs=2))
+        assert keeps.plan is not None
+        assert (keeps.plan.predicted is not None, keeps.plan.gather) == (True, gather)
+    shared_model.DEVICE = every
+
+
 def plans_for_other_optimizers(out: Path) -> None:
     """Planners leave updates to the CPU where an optimizer runs by its own code."""
     options = {"optimizer": torch.optim.SGD, "lr": 1e-2, "momentum": 0.9}
@@ -279,6 +300,13 @@ def _fails(run: pl.Trainer, data: Any) -> None:
 def there(_: Path) -> None:
     """From here on devices update slices, where a scenario asks for no other plan."""
     shared_model.PLAN = THERE
+
+
+def between_devices(_: Path) -> None:
+    """From here on devices exchange weights and gradients themselves."""
+    global GATHER
+    GATHER = Gather.DEVICE
+    shared_model.PLAN = replace(ON_HOST if shared_model.PLAN == "host" else shared_model.PLAN, gather=GATHER)
 
 
 def streams(_: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from support.simulations import ON_DISK, ON_HOST, RESIDENT, model_of, plan_of
 
 from lightning_hetero.errors import ConfigError, OutOfMemoryBudgetError
-from lightning_hetero.ir.plan import BlockPlan, Plan, Saved, Tier
-from lightning_hetero.ir.schedule import OpKind, Schedule, StepSignature, Updates
+from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier
+from lightning_hetero.ir.schedule import Lane, OpKind, Payload, Schedule, StepSignature, Updates
 from lightning_hetero.lowering import DeviceRoom, lower
 
 STEP = StepSignature(order=(0, 1), training=True, updates=Updates.IN_BACKWARD)
@@ -56,3 +56,24 @@ def test_gradients_of_two_batches_that_accumulate_do_not_meet_on_the_host() -> N
 def test_one_rank_has_no_collectives() -> None:
     kinds = {op.kind for op in lowered(plan_of(ON_DISK, BlockPlan(name="")), ranks=1, shared_memory=False).ops}
     assert not kinds & {OpKind.GATHER, OpKind.REDUCE, OpKind.AGREE}
+
+
+def test_devices_exchange_slices_where_the_plan_says_so() -> None:
+    plan = replace(plan_of(ON_DISK, ON_HOST), gather=Gather.DEVICE)
+    room = DeviceRoom(capacity_bytes=160, ranks=2, gathers_in_place=True)
+    schedule = lower(plan, SLICE, STEP, resident=frozenset(), capacity_bytes=80, device=room)
+    moves = {op.kind: (op.lane, op.num_bytes) for op in schedule.ops if op.block == 0 and op.payload is not Payload.STATE}
+    assert moves[OpKind.UPLOAD] == (Lane.H2D, 40)
+    assert moves[OpKind.GATHER] == (Lane.PEER, 80)
+    assert moves[OpKind.REDUCE] == (Lane.PEER, 80)
+    assert moves[OpKind.GRAD] == (Lane.D2H, 40)
+    assert not list(schedule.lane(Lane.NET)), "all collectives have one order"
+
+
+def test_ranks_without_memory_in_common_or_devices_of_their_own_gather_on_the_host() -> None:
+    plan = replace(plan_of(ON_HOST, ON_HOST), gather=Gather.DEVICE)
+    with pytest.raises(ConfigError, match=r"has gather='device'; the devices of 2 ranks are the host's own CPU.*Allowed: 'host'"):
+        lowered(plan)
+    with pytest.raises(ConfigError, match=r"has gather='device'; 2 ranks do not have the same memory.*Allowed: 'host'"):
+        lowered(plan, shared_memory=False)
+    assert lowered(plan, ranks=1, shared_memory=False), "one rank has nothing to exchange"

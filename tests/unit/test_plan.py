@@ -73,7 +73,7 @@ def test_json_round_trip_is_exact_and_one_block_a_line() -> None:
         ("{", "is not JSON"),
         ("[]", "is not a plan: got list"),
         (_edited(format="other"), "is not a plan"),
-        (_edited(version=2), "version 2"),
+        (_edited(version=3), "version 3; this package reads version 1 and 2"),
         (_edited(blocks=[]), "non-empty list"),
         (_edited(blocks={"name": "*"}), "non-empty list"),
         (_edited(blocks=[{"weights": "disk"}]), r"blocks\[0\] must be an object with a 'name'"),

@@ -263,13 +263,11 @@ def test_fp32_doubles_the_saved_hidden_states_of_16_bit() -> None:
 # ---- machines ------------------------------------------------------------------------------------
 
 
+_NO_FIGURES = ("name", "world_size", "ranks", "shared_memory", "unified_memory", "gathers_in_place", "gathers_on_devices")
+
+
 def _figures() -> list[str]:
-    return [
-        f.name
-        for f in fields(HardwareProfile)
-        if f.name
-        not in ("name", "world_size", "ranks", "shared_memory", "unified_memory", "gathers_in_place", "contention", "source")
-    ]
+    return [f.name for f in fields(HardwareProfile) if f.name not in (*_NO_FIGURES, "contention", "source")]
 
 
 @pytest.mark.parametrize("name", sorted(DEVICES))

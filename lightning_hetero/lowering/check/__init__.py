@@ -8,7 +8,7 @@ from lightning_hetero.ir.schedule import Op, Phase, Schedule
 from lightning_hetero.lowering.check import structure
 from lightning_hetero.lowering.check.collectives import same_order
 from lightning_hetero.lowering.check.history import History
-from lightning_hetero.lowering.check.rules import DEVICE, DEVICES, HOST, RANKS
+from lightning_hetero.lowering.check.rules import DEVICE, DEVICES, HOST, PEERS, RANKS
 
 __all__ = ["check", "same_order"]
 
@@ -71,6 +71,12 @@ def check(
 
     - *gradients*: Whole gradients of at most ``plan.gradient_depth`` blocks are on the host.
 
+    Or such devices exchange themselves (``plan.gather``): a GATHER comes after each UPLOAD, and a
+    REDUCE before each GRAD. UPLOAD and GRAD move slices.
+
+    - *gradients*: Slices of sums of at most two blocks are on the device.
+    - *collectives*: All of them are on lane ``peer``.
+
     Args:
         schedule: The schedule of one step.
         plan: The resolved plan it was lowered from.
@@ -83,8 +89,9 @@ def check(
         ScheduleError: The first broken invariant, with op, block, rule and the ops around it.
     """
     alone = HOST if device_capacity_bytes is None else DEVICE
-    rules = alone if schedule.ranks == 1 else RANKS if schedule.shared_memory else DEVICES
     history = History(schedule, plan, model, capacity_bytes, device_capacity_bytes)
+    together = RANKS if schedule.shared_memory else PEERS if history.on_devices else DEVICES
+    rules = alone if schedule.ranks == 1 else together
     structure.anchors(history)
     structure.edges(history)
     for begin in rules.begin:

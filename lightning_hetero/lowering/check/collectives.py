@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_hetero.errors import ScheduleError
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Schedule, Updates
+from lightning_hetero.ir.schedule import COLLECTIVES, NO_BLOCK, Anchor, Op, OpKind, Schedule, Updates
 from lightning_hetero.lowering.check.history import History
 
 
@@ -29,13 +29,16 @@ def verdict(h: History, op: Op, _: Anchor) -> None:
 def same_order(schedules: Sequence[Schedule]) -> None:
     """All ranks enter the same collectives in the same order, so none waits for another for ever.
 
+    That is one order for all lanes of collectives. One thread runs them: two groups of processes
+    that ranks entered in different orders would wait for each other.
+
     Args:
         schedules: The schedule of each rank for one step.
 
     Raises:
         ScheduleError: Names the first collective that differs.
     """
-    rows = [[(op.what, op.block, op.num_bytes) for op in schedule.lane(Lane.NET) if _meets(op)] for schedule in schedules]
+    rows = [[(op.what, op.block, op.num_bytes, op.lane) for op in schedule.ops if _meets(op)] for schedule in schedules]
     for rank, row in enumerate(rows[1:], start=1):
         for place in range(max(len(row), len(rows[0]))):
             ours, theirs = (_named(r, place) for r in (rows[0], row))
@@ -47,11 +50,11 @@ def same_order(schedules: Sequence[Schedule]) -> None:
 
 
 def _meets(op: Op) -> bool:
-    return op.kind is not OpKind.RELEASE
+    return op.lane in COLLECTIVES and op.kind is not OpKind.RELEASE
 
 
-def _named(row: Sequence[tuple[str, int, int]], place: int) -> str:
+def _named(row: Sequence[tuple[str, int, int, str]], place: int) -> str:
     if place >= len(row):
         return "none"
-    what, block, num_bytes = row[place]
-    return what if block == NO_BLOCK else f"{what} of block {block} ({num_bytes} bytes)"
+    what, block, num_bytes, lane = row[place]
+    return f"{what} on lane {lane}" if block == NO_BLOCK else f"{what} of block {block} ({num_bytes} bytes) on lane {lane}"

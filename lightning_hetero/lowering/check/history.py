@@ -11,7 +11,7 @@ from lightning_hetero.ir.plan import Plan
 from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload, Phase, Schedule, Updates
 from lightning_hetero.lowering.chains import Chain, chains_of
 from lightning_hetero.lowering.check.swap_uses import SwapUses
-from lightning_hetero.lowering.placed_blocks import placements, speculates
+from lightning_hetero.lowering.placed_blocks import gathers_on_devices, placements, speculates
 
 
 class History:
@@ -28,8 +28,10 @@ class History:
     Attributes:
         ranks: Ranks that share the model. Where there are several, the device's copies are whole
             weights.
+        on_devices: The devices of several ranks exchange weights and gradients themselves.
         arrival: The kind of op that brings weights to where they compute.
         departure: The kind of op that takes gradients from there.
+        last_hop: The kind of op that brings gradients to where updates read them.
         placed: What the plan means for each block.
         behind: For each op so far a bit set of itself and all ops that it waits for.
         last: The latest op of each chain of each block.
@@ -41,8 +43,8 @@ class History:
         held: Blocks of whose weights the device holds a valid copy. ``held_bytes`` counts those
             that live below the device.
         uploaded: For each of them the UPLOAD that brought its weights.
-        gathered: For each block its latest GATHER, unless its weights have been uploaded or updated
-            since.
+        coming: For each block the first of the two ops that bring its weights, unless the second
+            has followed or the weights have been updated since: a GATHER, or an UPLOAD of slices.
         left: Blocks that the devices of all ranks have read from host memory that ranks share.
         released_there: Bit set of the RELEASEs of device memory.
         opened: For each block the FETCH of its state.
@@ -50,7 +52,7 @@ class History:
         speculated: For each block its UPDATE before the verdict.
         update_ended: For each block its UPDATE, or the STORE that follows it.
         grads: For each block its GRAD or REDUCE, whichever was the last, in the order of issue.
-        reduced: The REDUCEs.
+        arrived: The ops of ``last_hop``, where there are two hops.
         agreed: The first AGREE; it is about the record of the step before.
         agreed_verdict: The last AGREE after the verdict.
         using: Ops that use up gradients and that compute has not waited for.
@@ -88,7 +90,7 @@ class History:
         self.held = set(schedule.device_before)
         self.held_bytes = sum(self.copied_bytes(b) for b in self.held)
         self.uploaded: dict[int, int] = {}
-        self.gathered: dict[int, int] = {}
+        self.coming: dict[int, int] = {}
         self.left: set[int] = set()
         self.released_there = 0
         self.opened: dict[int, int] = {}
@@ -96,9 +98,12 @@ class History:
         self.speculated: dict[int, int] = {}
         self.update_ended: dict[int, int] = {}
         self.grads: dict[int, int] = {}
-        self.reduced: list[int] = []
-        self.arrival = OpKind.GATHER if schedule.shared_memory else OpKind.UPLOAD
-        self.departure = OpKind.REDUCE if schedule.shared_memory else OpKind.GRAD
+        self.arrived: list[int] = []
+        self.on_devices = gathers_on_devices(plan, self.ranks, shared_memory=schedule.shared_memory)
+        exchanges = schedule.shared_memory or self.on_devices  # where compute is
+        self.arrival = OpKind.GATHER if exchanges else OpKind.UPLOAD
+        self.departure = OpKind.REDUCE if exchanges else OpKind.GRAD
+        self.last_hop = OpKind.GRAD if self.ranks == 1 or self.on_devices else OpKind.REDUCE
         self.using: list[int] = []
         self.state_up: dict[int, int] = {}
         self.state_down: dict[int, int] = {}
@@ -173,7 +178,7 @@ class History:
                 self.released |= 1 << op.id
                 self.left.discard(block)
             case OpKind.RELEASE, _, Lane.NET if not self.schedule.shared_memory:
-                self.gathered.pop(block, None)
+                self.coming.pop(block, None)
                 self.left.add(block)
             case OpKind.RELEASE, _, Lane.H2D | Lane.NET:
                 self.held.remove(block)
@@ -181,12 +186,15 @@ class History:
                 self.uploaded.pop(block, None)
                 self.released_there |= 1 << op.id
             case ((OpKind.UPLOAD | OpKind.GATHER), _, _) if op.kind is self.arrival:
-                self.gathered.pop(block, None)
+                self.coming.pop(block, None)
                 self.held.add(block)
-                self.held_bytes += self.copied_bytes(block)
+                self.held_bytes += 0 if self.on_devices else self.copied_bytes(block)
                 self.uploaded[block] = op.id
+            case OpKind.UPLOAD, _, _:  # of a slice, to its place among whole weights
+                self.coming[block] = op.id
+                self.held_bytes += self.copied_bytes(block)
             case OpKind.GATHER, _, _:
-                self.gathered[block] = op.id
+                self.coming[block] = op.id
                 self.left.discard(block)
             case OpKind.AGREE, _, _:
                 self.agreed = op.id if self.agreed is None else self.agreed
@@ -194,9 +202,9 @@ class History:
             case ((OpKind.GRAD | OpKind.REDUCE), _, _) if op.kind is self.departure:
                 self.grads[block] = op.id
                 self.using.append(op.id)
-            case OpKind.REDUCE, _, _:
+            case OpKind.GRAD | OpKind.REDUCE, _, _:
                 self.grads[block] = op.id
-                self.reduced.append(op.id)
+                self.arrived.append(op.id)
             case OpKind.UPDATE, _, _:
                 self._record_update(op)
             case OpKind.SWAP_IN | OpKind.SWAP_OUT, Payload.ACTIVATIONS, _:
@@ -229,7 +237,7 @@ class History:
         elif self.placed[op.block].through_host:  # the device's copy, if it has one, is outdated
             self.held.discard(op.block)
             self.uploaded.pop(op.block, None)
-            self.gathered.pop(op.block, None)
+            self.coming.pop(op.block, None)
 
     def wait(self, anchor: Anchor) -> None:
         """Compute has waited for the ops that an anchor needs."""

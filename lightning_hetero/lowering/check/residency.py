@@ -114,7 +114,7 @@ def upload(h: History, op: Op, _: Anchor) -> None:
 def gather(h: History, op: Op, _: Anchor) -> None:
     """Slices of all ranks become whole on the host, for the UPLOAD that follows."""
     placed = h.placed[op.block]
-    if op.block in h.held or op.block in h.gathered or not (placed.below_device or placed.renewed):
+    if op.block in h.held or op.block in h.coming or not (placed.below_device or placed.renewed):
         h.fail("resident", op, op.block, "gathers weights that the device holds or that are whole, or that no one else makes")
     if placed.on_disk and op.block not in h.resident:
         h.fail("resident", op, op.block, "gathers weights that are not in host memory")
@@ -122,8 +122,21 @@ def gather(h: History, op: Op, _: Anchor) -> None:
 
 def upload_whole(h: History, op: Op, _: Anchor) -> None:
     """What goes up is whole."""
-    if op.block not in h.gathered:
+    if op.block not in h.coming:
         h.fail("resident", op, op.block, "uploads weights of which the ranks have slices: no GATHER comes before it")
+
+
+def upload_slice(h: History, op: Op, anchor: Anchor) -> None:
+    """A slice comes to its place among whole weights, which take their memory then."""
+    if op.block in h.coming:
+        h.fail("resident", op, op.block, "uploads a slice again that no GATHER has followed")
+    upload(h, op, anchor)
+
+
+def gather_uploaded(h: History, op: Op, _: Anchor) -> None:
+    """Devices give each other the slices that have come to them."""
+    if op.block not in h.coming:
+        h.fail("resident", op, op.block, "gathers slices on devices: no UPLOAD comes before it")
 
 
 def device_release(h: History, op: Op, anchor: Anchor) -> None:
@@ -137,7 +150,8 @@ def device_release(h: History, op: Op, anchor: Anchor) -> None:
 def update_of_copy(h: History, op: Op, _: Anchor) -> None:
     """The CPU updates what the device has no copy of; the device updates what it holds."""
     placed = h.placed[op.block]
-    if placed.through_host and placed.below_device and op.block in h.held:
+    comes = h.on_devices and op.block in h.coming
+    if placed.through_host and placed.below_device and (op.block in h.held or comes):
         h.fail("resident", op, op.block, "is updated by the CPU while the device holds a copy, which is outdated then")
     if not placed.through_host and placed.below_device and op.block not in h.held:
         h.fail("resident", op, op.block, "is updated on the device, which does not hold its weights")
@@ -156,6 +170,8 @@ def device_anchor_begins(h: History, index: int, anchor: Anchor) -> None:
 
 def device_ends(h: History) -> None:
     """What is left on the device is what the schedule says."""
+    for block, first in h.coming.items() if h.on_devices else ():
+        h.fail("resident", h.schedule.ops[first], block, "uploads a slice that no GATHER follows")
     if h.held != h.schedule.device_after:
         got, said = sorted(h.held), sorted(h.schedule.device_after)
         h.fail("resident", None, NO_BLOCK, f"the step ends with blocks {got} on the device, device_after says {said}")

@@ -83,7 +83,12 @@ DEVICE = Rules(
 _SHARED: Mapping[What, tuple[OpRule, ...]] = {  # of ranks that share a model
     (OpKind.UPDATE, _STATE, Lane.CPU): (*_UPDATE, collectives.verdict),
     (OpKind.COMMIT, Payload.NONE, Lane.DISK_WRITE): (commit.commit, collectives.verdict),
-    (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
+}
+_OF_DEVICES: Mapping[What, tuple[OpRule, ...]] = {  # of ranks whose devices have memory of their own
+    **DEVICE.ops,
+    (OpKind.UPDATE, _STATE, Lane.COMPUTE): (*_UPDATE, collectives.verdict),
+    (OpKind.SWAP_IN, Payload.GRADIENTS, Lane.H2D): (updates.slices_go_up, _BYTES),
+    **_SHARED,
 }
 
 RANKS = Rules(
@@ -93,6 +98,7 @@ RANKS = Rules(
         (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.upload, _BYTES),
         (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.device_release, _BYTES),
         (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.grad, _BYTES),
+        (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
         **_SHARED,
     },
     anchors=(residency.device_anchor_begins, gradients.device_anchor_begins),
@@ -103,17 +109,30 @@ RANKS = Rules(
 DEVICES = Rules(
     begin=DEVICE.begin,
     ops={
-        **DEVICE.ops,
-        (OpKind.UPDATE, _STATE, Lane.COMPUTE): (*_UPDATE, collectives.verdict),
-        (OpKind.SWAP_IN, Payload.GRADIENTS, Lane.H2D): (updates.slices_go_up, _BYTES),
+        **_OF_DEVICES,
         (OpKind.GATHER, _WEIGHTS, Lane.NET): (residency.gather, _BYTES),
         (OpKind.UPLOAD, _WEIGHTS, Lane.H2D): (residency.upload, residency.upload_whole, _BYTES),
         (OpKind.RELEASE, _WEIGHTS, Lane.NET): (residency.leave, _BYTES),
         (OpKind.RELEASE, _WEIGHTS, Lane.DISK_READ): (residency.release, residency.release_shared, _BYTES),
         (OpKind.REDUCE, Payload.GRADIENTS, Lane.NET): (gradients.reduce, _BYTES),
-        **_SHARED,
+        (OpKind.AGREE, Payload.NONE, Lane.NET): (collectives.agree,),
     },
     anchors=DEVICE.anchors,
     end=DEVICE.end,
 )
 """Of ranks whose devices have memory of their own."""
+
+PEERS = Rules(
+    begin=DEVICE.begin,
+    ops={
+        **_OF_DEVICES,
+        (OpKind.UPLOAD, _WEIGHTS, Lane.H2D): (residency.upload_slice, _BYTES),
+        (OpKind.GATHER, _WEIGHTS, Lane.PEER): (residency.gather_uploaded, _BYTES),
+        (OpKind.REDUCE, Payload.GRADIENTS, Lane.PEER): (gradients.reduce_there, _BYTES),
+        (OpKind.GRAD, Payload.GRADIENTS, Lane.D2H): (gradients.slice_leaves, _BYTES),
+        (OpKind.AGREE, Payload.NONE, Lane.PEER): (collectives.agree,),
+    },
+    anchors=DEVICE.anchors,
+    end=DEVICE.end,
+)
+"""Of ranks whose devices exchange weights and gradients themselves."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_hetero.ir.schedule import NO_BLOCK, Anchor, Lane, Op, OpKind, Payload
+from lightning_hetero.ir.schedule import COLLECTIVES, NO_BLOCK, Anchor, Lane, Op, OpKind, Payload
 from lightning_hetero.lowering.chains import carried_into
 from lightning_hetero.lowering.check.history import History
 from lightning_hetero.lowering.lower import expected_anchors, last_kept, last_step
@@ -72,8 +72,8 @@ def moves_its_payload(h: History, op: Op, _: Anchor) -> None:
     size = sizes[op.payload] + (shape.weight_bytes if op.kind is OpKind.STORE and op.payload is Payload.STATE else 0)
     if op.kind in (OpKind.SWAP_IN, OpKind.SWAP_OUT):  # of several ranks' slices gradients take weights along
         size += shape.weight_bytes if op.payload is Payload.GRADIENTS else 0
-    elif op.lane in (Lane.NET, Lane.H2D, Lane.D2H):  # whole weights and gradients
-        size *= h.ranks
+    elif op.lane in COLLECTIVES or (op.lane in (Lane.H2D, Lane.D2H) and (not h.on_devices or op.kind is OpKind.RELEASE)):
+        size *= h.ranks  # whole weights and gradients; slices where devices exchange them
     if op.lane is Lane.NET and op.payload is Payload.WEIGHTS and h.schedule.gathers_in_place:
         size = 0
     if op.num_bytes != size:

@@ -68,8 +68,8 @@ def slices_go_up(h: History, op: Op, _: Anchor) -> None:
     """Slices of gradients and weights come to the device, in place of what has gone back."""
     if not h.placed[op.block].slices_move or op.block in h.slices_up:
         h.fail("order", op, op.block, "brings slices to the device that are not updated there, or comes twice")
-    if not h.is_behind(op, h.grads.get(op.block, op.id + 1)) or h.schedule.ops[h.grads[op.block]].kind is not OpKind.REDUCE:
-        h.fail("order", op, op.block, "does not wait for its REDUCE")
+    if not h.is_behind(op, h.grads.get(op.block, op.id + 1)) or h.schedule.ops[h.grads[op.block]].kind is not h.last_hop:
+        h.fail("order", op, op.block, f"does not wait for its {h.last_hop.value}")
     over = list(h.slices_up)[-DEVICE_STATES] if len(h.slices_up) >= DEVICE_STATES else None
     if over is not None and not h.is_behind(op, h.returned.get(over, op.id + 1)):
         h.fail("capacity", op, op.block, f"does not wait for the SWAP_OUT of block {over}'s weights, whose place it takes")

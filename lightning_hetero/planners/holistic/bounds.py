@@ -206,7 +206,14 @@ LANES: Mapping[str, tuple[Work, Mapping[_For, tuple[Quantity, ...]]]] = {
     ),
     "disk_write": (Work.DISK_WRITE, {_For.SWAP: (Quantity.SWAPPED_DISK,), _For.REST: (Quantity.STORED,)}),
     "net": (Work.COLLECTIVE, {_For.UPDATE: (Quantity.RENEWED, Quantity.REDUCED), _For.PASS: (Quantity.GATHERED,)}),
+    "peer": (
+        Work.PEER,
+        {_For.UPDATE: (Quantity.FRESH, Quantity.REDUCED), _For.PASS: (Quantity.PASSED_CPU, Quantity.PASSED_DEVICE)},
+    ),
 }
+_EXCHANGES = (Work.COLLECTIVE, Work.PEER)
+# What crosses the links of devices to the host in slices, where devices exchange the rest.
+_IN_SLICES = (Quantity.FRESH, Quantity.PASSED_CPU, Quantity.PASSED_DEVICE, Quantity.GRADIENTS)
 _WORKS = {lane: (work,) for lane, (work, _) in LANES.items()} | {"disk": (Work.DISK_READ, Work.DISK_WRITE)}
 
 
@@ -215,16 +222,19 @@ def _traffic(hardware: HardwareProfile) -> dict[str, dict[_For, _Seconds]]:
     rates = Rates(hardware)
     result: dict[str, dict[_For, _Seconds]] = {}
     dram: dict[_For, _Seconds] = {kind: {} for kind in _For}
+    on_devices = hardware.gathers_on_devices and hardware.ranks > 1
     for lane, (work, table) in LANES.items():
-        if work is Work.COLLECTIVE and hardware.ranks == 1:
+        if work in _EXCHANGES and (hardware.ranks == 1 or on_devices is not (work is Work.PEER)):
             continue
-        seconds = unit_s(rates, work)
-        if work is Work.COLLECTIVE:  # of a ring
-            seconds *= 1 - 1 / hardware.ranks
-        result[lane] = {kind: dict.fromkeys(table.get(kind, ()), seconds) for kind in _For}
+        share = 1 - 1 / hardware.ranks if work in _EXCHANGES else 1.0  # a rank keeps its own part
+
+        def units(use: Quantity, share: float = share, work: Work = work) -> float:
+            return 1 / hardware.ranks if on_devices and work not in _EXCHANGES and use in _IN_SLICES else share
+
+        result[lane] = {kind: {use: units(use) * unit_s(rates, work) for use in table.get(kind, ())} for kind in _For}
         for kind, members in table.items():
-            for use in members if work is not Work.COLLECTIVE else ():
-                dram[kind][use] = dram[kind].get(use, 0.0) + 1 / hardware.host_dram_bytes_per_s
+            for use in members if work not in _EXCHANGES else ():
+                dram[kind][use] = dram[kind].get(use, 0.0) + units(use) / hardware.host_dram_bytes_per_s
     if not hardware.disk_duplex:
         read, write = result["disk_read"], result["disk_write"]
         result["disk"] = {kind: _total(read[kind], write[kind]) for kind in _For}

@@ -14,6 +14,7 @@ from lightning_hetero.ir.plan import Plan, Prediction
 from lightning_hetero.ir.schedule import Updates
 from lightning_hetero.lowering import cache_sizes, fitted
 from lightning_hetero.planners.evaluation import peaks, simulation
+from lightning_hetero.planners.gathering import gathering
 
 _REFUSAL = 0.1  # of the time of a simulation
 
@@ -122,7 +123,7 @@ class Evaluator:
         return self._known[key]
 
     def _fitted(self, plan: Plan) -> Plan:
-        return fitted(plan, self.model.shape(), device=self.hardware.copies_weights)
+        return fitted(gathering(plan, self.hardware), self.model.shape(), device=self.hardware.copies_weights)
 
     def _simulated(self, plan: Plan) -> Prediction | None:
         if self.shortfall(plan) is not None:

@@ -33,7 +33,7 @@ from lightning_hetero.planners.holistic.segments import arranged, places, segmen
 from lightning_hetero.planners.holistic.solvers import Programme, UnsolvedError, minimum
 
 GB = 1e9  # the programme's unit of memory: solvers' tolerances are absolute
-STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap", "net")
+STRESSED = ("h2d", "d2h", "cpu", "disk_read", "disk_write", "disk", "dram", "update", "swap", "net", "peer")
 
 _EASE = 3e-3  # weight of a second of transfers or CPU updates: among equal starts the one that moves least
 _HINT = 1e-6  # GB that a step shorter by its compute is worth where memory is what counts

@@ -83,7 +83,7 @@ def space_of(
     chunk_span: int = 32 * 2**20,
 ) -> Space:
     """The configurations to choose from; arguments and errors as for :func:`plan`."""
-    if hardware.world_size > 1 and not hardware.collective_bytes_per_s:
+    if hardware.world_size > 1 and not hardware.between_devices_bytes_per_s:
         raise ConfigError(
             f"hardware profile {hardware.name!r} has world_size={hardware.world_size} and collective_bytes_per_s=0; ProTrain "
             f"shards over all devices. Measure or give collective_bytes_per_s, or set world_size=1."

@@ -257,8 +257,8 @@ class Space:
         return ChunkTimes(
             forward=tuple(sum(m.blocks[b].forward_s for b in chunk) for chunk in self.chunks),
             backward=tuple(sum(m.blocks[b].backward_s for b in chunk) for chunk in self.chunks),
-            gather=tuple(_seconds(p * ring, h.collective_bytes_per_s) for p in self._params),
-            reduce=tuple(_seconds(g * ring, h.collective_bytes_per_s) for g in self._leaving),
+            gather=tuple(_seconds(p * ring, h.between_devices_bytes_per_s) for p in self._params),
+            reduce=tuple(_seconds(g * ring, h.between_devices_bytes_per_s) for g in self._leaving),
             upload=copies(self._params, h.link_h2d_bytes_per_s, up, -1),
             upload_again=copies(self._params, h.link_h2d_bytes_per_s, up, 1),
             offload=copies(self._leaving, h.link_d2h_bytes_per_s, down, -1),

@@ -45,7 +45,7 @@ def machine(
         host: A name of ``hosts.HOSTS``; ``None``: one of the device's generation.
         link: A name of ``devices.LINKS``; ``None``: the device's own.
         peers: What connects several devices: a name of ``devices.PEERS``, or bytes/s that one of
-            them sends, such as ``"10GB"``; ``None``: the device's own, or through the host.
+            them sends, such as ``"10GB"``; ``None``: the device's own, or nothing but the host.
 
     Raises:
         ConfigError: A name is unknown, a size is no size, ``count`` is not positive.
@@ -58,7 +58,7 @@ def machine(
     devices = chosen.name if count == 1 else f"{count} x {chosen.name}"
     name = ", ".join([devices, f"{format_bytes(memory)} host", *([disk] if disk is not None else [])])
     if peers is not None:
-        figures["collective_bytes_per_s"] = _between(peers, count)
+        figures |= _between(peers, count)
     found = _profile(name, figures, duplex=disk is not None and disk_named(disk).duplex, count=count)
     if not chosen.in_host_memory:
         return found
@@ -82,26 +82,22 @@ def _figures(chosen: Device, *, memory: int, disk: str | None, count: int, host:
         "cpu_update_params_per_s": cpu.update_params_per_s,
         "device_update_params_per_s": chosen.update_params_per_s,
         "cpu_downcast_params_per_s": cpu.downcast_params_per_s,
-        "collective_bytes_per_s": _collective(chosen, copies, count),
+        "collective_bytes_per_s": _NONE if count == 1 else copies.times(0.5, "0.5 (assumed: through host memory, there and back)"),
+        "peer_bytes_per_s": _NONE if count == 1 else chosen.peer_bytes_per_s.times(0.75, "0.75 (assumed)"),
         "meeting_s": _NONE if count == 1 else _MEETING,
     }
 
 
-def _collective(chosen: Device, link: Figure, count: int) -> Figure:
-    if count == 1:
-        return _NONE
-    if chosen.peer_bytes_per_s.value > 0:
-        return chosen.peer_bytes_per_s.times(0.75, "0.75 (assumed)")
-    return link.times(0.5, "0.5 (assumed: through host memory, there and back)")
-
-
-def _between(peers: str | int, count: int) -> Figure:
-    """What one of several devices sends to others."""
+def _between(peers: str | int, count: int) -> dict[str, Figure]:
+    """What one of several devices sends to others: through the host, over a link of its own."""
     if count == 1:
         raise ConfigError(f"peers={peers!r} is what connects several devices, and there is one. Give count, or leave peers out.")
     if isinstance(peers, str) and not peers[:1].isdigit():
-        return find("peers", PEERS, peers).times(0.75, "0.75 (assumed)")
-    return Figure(float(parse_bytes(peers, name="peers")), "given")
+        rate = find("peers", PEERS, peers).times(0.75, "0.75 (assumed)")
+        if peers in LINKS:
+            return {"collective_bytes_per_s": rate, "peer_bytes_per_s": _NONE}
+        return {"peer_bytes_per_s": rate}
+    return dict.fromkeys(("collective_bytes_per_s", "peer_bytes_per_s"), Figure(float(parse_bytes(peers, name="peers")), "given"))
 
 
 def _profile(name: str, figures: Mapping[str, Figure], *, duplex: bool, count: int) -> HardwareProfile:
@@ -193,7 +189,7 @@ PAPER_MACHINES: dict[str, PaperMachine] = {
         count=4,
         figures={
             **_dos(device=100e9, cpu=8e9, downcast=62e9 / 4, link=12e9, where="section 1; table 1: 62 GB/s, taken as fp32 bytes"),
-            "collective_bytes_per_s": Figure(133e9, f"{_DOS_H100}: 133 GB/s between devices"),
+            "peer_bytes_per_s": Figure(133e9, f"{_DOS_H100}: 133 GB/s between devices"),
         },
     ),
     "dos-v100": PaperMachine(
@@ -247,6 +243,6 @@ def paper_machine(
     figures = {key: Figure(getattr(chosen, key), chosen.source[key]) for key in chosen.source if key != "disk_duplex"}
     if host_memory is None:
         figures["host_memory_bytes"] = Figure(chosen.host_memory_bytes, paper.where)
-    figures |= {key: f for key, f in paper.figures.items() if key != "collective_bytes_per_s" or world > 1}
+    figures |= {key: f for key, f in paper.figures.items() if key != "peer_bytes_per_s" or world > 1}
     figures |= {key: min(most, figures[key], key=lambda f: f.value) for key, most in paper.most.items()}
     return _profile(name, figures, duplex=chosen.disk_duplex, count=world)

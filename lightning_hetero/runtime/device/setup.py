@@ -16,6 +16,7 @@ from lightning_hetero.store.live.tier_store import TierStore
 class DeviceSide:
     """What the runtime keeps for one model on a device with memory of its own."""
 
+    lanes: Lanes
     weights: DeviceWeights
     gradients: HostGradients  # that have left it
     updates: DeviceUpdates  # with the state there
@@ -38,4 +39,5 @@ def side_of(device: Device | None, lanes: Lanes, store: TierStore) -> DeviceSide
     if device is None:
         return None
     weights = DeviceWeights(lanes)
-    return DeviceSide(weights=weights, gradients=HostGradients(lanes), updates=DeviceUpdates(lanes, weights, store))
+    updates = DeviceUpdates(lanes, weights, store)
+    return DeviceSide(lanes=lanes, weights=weights, gradients=HostGradients(lanes), updates=updates)

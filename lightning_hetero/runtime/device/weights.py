@@ -13,7 +13,7 @@ and after user code wrote to an open parameter, as version counters show. The ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,6 +129,25 @@ class DeviceWeights:
             self._agree(copy, seen)
         return []
 
+    def upload_slice(self, block: Block) -> list[Ticket]:
+        """UPLOAD weights where devices exchange: copies this rank's slice to its place there."""
+        for part in block.parts:
+            copy = self._copies.get(part) or self._take(part, kept=False)
+            self._lanes.copy(_own(part, copy.flat), part.slice_run)
+        return []
+
+    def gather(self, block: Block, exchange: Callable[[Tensor, Tensor], None]) -> None:
+        """GATHER (run on ``peer``, after UPLOAD): the devices give each other their slices.
+
+        ``exchange`` makes the whole from the slices of all of them.
+        """
+        self._lanes.catch_up()  # exchanges through the host read the memory at once
+        for part in block.parts:
+            copy, seen = self._copies[part], own_versions(part)
+            exchange(copy.flat, _own(part, copy.flat))
+            self._agree(copy, seen)
+        self._lanes.catch_up()
+
     def free(self, block: Block) -> list[Ticket]:
         """RELEASE weights (run on ``h2d``, after a mark behind the last use): frees the memory."""
         for part in block.parts:
@@ -151,9 +170,7 @@ class DeviceWeights:
         """Code has changed the weights: copies the slices that this rank owns to the host."""
         for part in block.parts:
             if (copy := self._newer(part)) is not None:
-                first = part.own.rank * part.slice_elements
-                own = slice(first, first + part.slice_elements)
-                self._lanes.copy(part.run[own], copy.flat[own])
+                self._lanes.copy(part.slice_run, _own(part, copy.flat))
                 part.master_versions = -1  # no version counter has seen this write
                 part.dirty |= block.weights_on_disk
 
@@ -361,6 +378,12 @@ class DeviceWeights:
 
 def _num_bytes(part: Part) -> int:
     return part.num_elements * part.dtype.itemsize
+
+
+def _own(part: Part, flat: Tensor) -> Tensor:
+    """This rank's elements in a flat tensor with the part's layout."""
+    first = part.own.rank * part.slice_elements
+    return flat[first : first + part.slice_elements]
 
 
 def _assign(part: Part, copy: _Copy) -> None:

@@ -198,23 +198,36 @@ class DeviceResidency(Residency):
         self.renewed.discard(block.index)
         if copies.holds(block) and not copies.is_outdated(block):
             return
-        self._bring_to_host(block)
+        slices = self._slices if self._slices is not None and self._slices.on_devices else None
+        if slices is None:
+            self._bring_to_host(block)
+        else:
+            self._bring_own(block)
         while True:
             try:
-                copies.upload(block)
-                return
+                if slices is None:
+                    copies.upload(block)
+                else:
+                    copies.upload_slice(block)
+                break
             except DeviceMemoryError:
                 held = [b for b in self._blocks if b is not block and not b.uses and self.is_away(b) and copies.holds(b)]
                 if not held:
                     raise
                 # In a cycle over the blocks, the one used last is needed last.
                 copies.free(max(held, key=lambda b: (b.index - block.index) % len(self._blocks)))
+        if slices is not None:
+            slices.gather_on_device(block, copies)()
 
-    def _bring_to_host(self, block: Block) -> None:
-        """Brings the newest weights to the host; where several ranks have them, all do so."""
+    def _bring_own(self, block: Block) -> None:
+        """Brings the newest weights that this process has to the host."""
         self.weights.bring(block)
         for part in block.parts:
             self._await_write(part)
+
+    def _bring_to_host(self, block: Block) -> None:
+        """Brings the newest weights to the host; where several ranks have them, all do so."""
+        self._bring_own(block)
         if self._slices is not None and not all(part.is_whole for part in block.parts):
             self._slices.gather(block)()
 

@@ -29,6 +29,7 @@ from lightning_hetero.store.raw_memory import PAGE, set_data, tensor_at
 from lightning_hetero.units import round_up
 
 _PARAMS = attrgetter("params")
+_HOST = torch.device("cpu")
 
 
 def lost(name: str) -> OffloadedAccessError:
@@ -322,11 +323,11 @@ class Part:
         """A flat run in the parameter's memory order as a tensor of its shape."""
         return flat.as_strided(self.layouts[index].shape, self.layouts[index].stride)
 
-    def flat(self, index: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def flat(self, index: int, value: Tensor, dtype: torch.dtype, *, device: torch.device = _HOST) -> Tensor:
         """A tensor as a flat run in the parameter's memory order, copied only if necessary."""
         numel, shape, stride = self.layouts[index]
-        if value.dtype != dtype or value.stride() != stride or value.device.type != "cpu":
-            value = torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
+        if value.dtype != dtype or value.stride() != stride or value.device.type != device.type:
+            value = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(value)
         return value.as_strided((numel,), (1,))
 
 

@@ -37,7 +37,7 @@ def row(name: str, **values: str) -> dict[str, str]:
     [
         ("{not json", ["plan.json is not JSON", "line 1"]),
         ("[]", ["is not a plan", "expected an object"]),
-        ({"version": 2}, ["version 2", "reads version 1"]),
+        ({"version": 3}, ["version 3", "reads version 1 and 2"]),
         ({"blocks": []}, ["'blocks' must be a non-empty list"]),
         ({"blocks": [row("*", weights="tape")]}, ["blocks[0]", "weights='tape'", "allowed", "'disk'"]),
         ({"blocks": [row("*", wieghts="disk")]}, ["blocks[0]", "unknown keys ['wieghts']", "known"]),

@@ -70,7 +70,7 @@ def test_what_is_missing_is_of_each_device() -> None:
 
 def test_a_link_between_devices_has_a_name_or_a_rate() -> None:
     def rate(peers: str | int | None, count: int = 2) -> float:
-        return presets.machine(device="rtx4090", host_memory="64GiB", count=count, peers=peers).collective_bytes_per_s
+        return presets.machine(device="rtx4090", host_memory="64GiB", count=count, peers=peers).between_devices_bytes_per_s
 
     assert rate("10GB") == 10e9
     assert rate("nvlink4") == 0.75 * 450e9
@@ -91,3 +91,14 @@ def test_a_machine_is_simulated_as_one_of_its_ranks() -> None:
     assert evaluated(plan, model, machine) == evaluated(plan, *share)
     alone = simulation(plan, model, replace(machine, world_size=1)).prediction
     assert alone.host_peak_bytes > 1.5 * plan.require_predicted().host_peak_bytes, "one of four has a fourth of the state"
+
+
+def test_explain_says_where_devices_exchange_and_what_the_other_way_takes(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast.json", tmp_path / "slow.json"
+    invoke("plan", *PRESET, *BOX[:-1], "nvlink4", "--planner", "host", "--out", fast)
+    invoke("plan", *PRESET, *BOX[:-1], "10MB", "--planner", "host", "--out", slow)
+    assert [json.loads(path.read_text(encoding="utf-8")).get("gather") for path in (fast, slow)] == ["device", None]
+    words = " ".join(invoke("explain", fast).stdout.split())
+    assert "over the links between devices, each of which copies its slice" in words
+    found = parsed("explain", slow)["exchange"]
+    assert (found["gather"], found["other_s"] > found["iteration_s"]) == ("host", True)
