@@ -291,6 +291,11 @@ def _pack(module: nn.Module, name: str, source: torch.dtype | None, default: tor
             f"{name!r} is on the meta device, and its quant_storage is {own['quant_storage']}. Allowed there: torch.uint8. Build "
             f"and quantize the model in memory."
         )
+    if getattr(vars(module).get("source_cls"), "__name__", "") == "Conv1D":
+        raise UnsupportedError(
+            f"{name!r} is on the meta device in the place of a Conv1D of transformers, whose files have the matrix turned. Build "
+            f"and quantize the model in memory."
+        )
     own[_UNREAD] = _Unread(weight.shape, weight.dtype, source or weight.dtype, default)
     four_bit = "blocksize" in own
     shape = ((weight.numel() + 1) // 2, 1) if four_bit else tuple(weight.shape)

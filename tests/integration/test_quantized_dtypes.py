@@ -28,7 +28,7 @@ from support import llama
 from support.quantized import LATE, Module
 from support.quantized import base as float_base
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 KINDS = {
@@ -90,7 +90,7 @@ class Lit(Module):
                     param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
 
 
-def trained(module: Lit, strategy: Any, precision: Any, root: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(module: Module, strategy: Any, precision: Any, root: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses, and what is frozen."""
     trainer = quiet_trainer(strategy=strategy, precision=precision, max_steps=2, default_root_dir=root)
     trainer.fit(module, llama.batches())
@@ -151,6 +151,22 @@ def test_a_dtype_that_the_configuration_does_not_have_is_refused(precision: str,
 
     with pytest.raises(UnsupportedError, match=r"is torch.bfloat16, but torch.float32 by config.dtype.*dtype=torch.bfloat16\)"):
         trained(Lit(converted), HeteroOffloadStrategy("disk", weights=folder), precision, tmp_path)
+
+
+def test_matrices_that_files_have_turned_are_refused(tmp_path: Path) -> None:
+    """GPT-2's. Square ones would be read without an error."""
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(vocab_size=llama.WORDS, **sizes)).save_pretrained(tmp_path)
+
+    def made() -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        rest = ["lm_head", "c_attn", "c_fc", "mlp.c_proj"]
+        return replace_with_bnb_linear(model, modules_to_not_convert=rest, quantization_config=KINDS["nf4"])
+
+    module = Module(lambda: get_peft_model(made(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)))
+    with pytest.raises(UnsupportedError, match=r"attn.c_proj.weight' is on the meta device in the place of a Conv1D"):
+        trained(module, HeteroOffloadStrategy("disk", weights=tmp_path), "32-true", tmp_path)
 
 
 def bare(kind: str, folder: Path | None) -> Any:
