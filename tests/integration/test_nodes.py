@@ -20,6 +20,19 @@ def test_two_nodes_train_as_one_process(tmp_path: Path) -> None:
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 4
 
 
+@pytest.mark.parametrize(
+    ("script", "scenarios"),
+    [
+        ("shared_options", ("trains_16_bit_weights", "skips_steps_that_overflow", "updates_whole_parameters")),
+        ("shared_manners", ("averages_as_in_one_process", "is_verified")),
+        ("shared_devices", ("trains_as_in_one_process_at_random:0:2", "there", "saves_checkpoints", "keeps_steps")),
+    ],
+)
+def test_two_nodes_have_the_options_of_one(tmp_path: Path, script: str, scenarios: tuple[str, ...]) -> None:
+    outputs = ranks.start(SCRIPT.with_name(f"{script}.py"), tmp_path, *scenarios, cwd=tmp_path, world=4, nodes="aabb")
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 4
+
+
 @pytest.mark.parametrize("started", ["1", "3"])
 def test_nodes_with_other_numbers_of_ranks_are_refused_before_they_wait(started: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": "4", "RANK": started, "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": started}

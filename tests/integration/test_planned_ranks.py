@@ -21,5 +21,6 @@ def test_ranks_plan_alike_and_train_as_one_process(tmp_path: Path, world: int) -
 
 
 def test_two_nodes_plan_alike(tmp_path: Path) -> None:
-    outputs = ranks.start(SCRIPT, tmp_path, "plans_alike", "asks_alone", cwd=tmp_path, world=4, nodes="aabb")
+    scenarios = ("plans_alike", "asks_alone", "measures_the_machine", "refuses_a_budget_by_what_all_need")
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=4, nodes="aabb")
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 4

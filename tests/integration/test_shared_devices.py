@@ -54,6 +54,12 @@ def test_optimizers_update_slices_beside_devices_by_their_own_code(tmp_path: Pat
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 
 
+def test_averages_and_verification_are_those_of_ranks_on_the_host(tmp_path: Path) -> None:
+    scenarios = ("there", "averages_weights", "is_verified", "refuses_averages_without_room")
+    outputs = ranks.start(SCRIPT, tmp_path, *scenarios, "on_disk", "averages_as_in_one_process", cwd=tmp_path, world=2)
+    assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
+
+
 def test_ranks_plan_alike_change_plans_and_keep_their_steps(tmp_path: Path) -> None:
     scenarios = ("plans_alike", "measures_the_machine", "moves_blocks", "keeps_steps", "streams", "moves_blocks")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)

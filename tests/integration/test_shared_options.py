@@ -40,6 +40,7 @@ def test_two_ranks_have_the_manners_of_ddp(tmp_path: Path) -> None:
         "has_batches_of_other_sizes",
         "assigns_weights",
         "looks_at_gradients",
+        "goes_on_from_checkpoints_of_ddp",
         "averages_weights",
         "saves_after_errors",
         "refuses_changes",

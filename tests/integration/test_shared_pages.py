@@ -11,7 +11,11 @@ SCRIPT = Path(ranks.__file__).with_name("shared_pages.py")
 
 
 @pytest.mark.parametrize(
-    "scenarios", [("pages_exist_once", "is_changed_in_materialize", "leaves_a_child_its_own"), ("does_without",)]
+    "scenarios",
+    [
+        ("pages_exist_once", "holds_one_tensor_as_it_saves", "is_changed_in_materialize", "leaves_a_child_its_own"),
+        ("does_without",),
+    ],
 )
 def test_two_ranks(tmp_path: Path, scenarios: tuple[str, ...]) -> None:
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -45,8 +46,16 @@ def disks_apart(out: Path, reference: Path) -> dict[str, Any]:
             assert [member.rank // 2 for member, _ in stores.all] == [node] * 2
             numbers |= {store.records[-1].step for _, store in stores.all}
     same = same_end(out, reference) and len(numbers) == 1
-    # One node goes on with what its disk has.
+    # The disk of a node is lost: one node goes on, and both do once its directory is copied.
+    shutil.rmtree(out / "store-1")
+    (out / "store-1").mkdir()  # a new one is there
+    statuses = run(RANKS, lambda rank: train(out, rank, MIXED, place=f"store-{rank // 2}", resume=True), nodes=NODES)
+    said = [FAILED.with_name(f"{FAILED.name}-{rank}").read_text() for rank in range(RANKS)]
+    same &= all(statuses) and all("store-1'" in text for text in said)
     assert not _trained(out, 1, None, ranks=2, resume=True)
+    same &= same_end(out, reference)
+    shutil.copytree(out / "store-0", out / "store-1", dirs_exist_ok=True)
+    assert not _trained(out, NODES, None, resume=True)
     same &= same_end(out, reference)
     counts = [len(sets.stores_in(out / "store-0"))]
     return {"reached": reached, "same": same and _begins_anew(out, shares=False), "counts": counts}

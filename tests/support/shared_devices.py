@@ -20,16 +20,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
-from lightning_hetero.errors import HeteroError, UnsupportedError
+from lightning_hetero.errors import HeteroError, OutOfMemoryBudgetError, UnsupportedError
 from lightning_hetero.ir.plan import BlockPlan, Gather, Plan, Saved, Tier, UpdateLane
 from lightning_hetero.lanes import EmulatedDevice
 from lightning_hetero.lanes.stream_device import StreamDevice
 from lightning_hetero.runtime import kept_steps
 from lightning_hetero.runtime.activations import block as activations
 from lightning_hetero.strategies import HeteroOffloadStrategy, offload_ranks
-from support import planned_ranks, shared_model, shared_options
+from support import planned_ranks, shared_manners, shared_model, shared_options
 from support.cuda import OneGpu, StandIn, standing_in
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 from support.streams import FakeCuda
@@ -67,7 +68,7 @@ def on_device(plan: Any = "host", **options: Any) -> HeteroOffloadStrategy:
     plan = ON_HOST if plan == "host" and GATHER is Gather.DEVICE else plan
     if isinstance(plan, Plan):
         plan = replace(plan, gather=GATHER)
-    return HeteroOffloadStrategy(plan, **{"device": shared_model.DEVICE, "block_cls": "Layer", "update_threads": 1} | options)
+    return shared_model.on_device(plan, **options)
 
 
 def trains_as_in_one_process(out: Path) -> None:
@@ -309,6 +310,18 @@ def between_devices(_: Path) -> None:
     shared_model.PLAN = replace(ON_HOST if shared_model.PLAN == "host" else shared_model.PLAN, gather=GATHER)
 
 
+def on_disk(_: Path) -> None:
+    """From here on weights and state are on disk, where a scenario asks for no other plan."""
+    shared_model.PLAN = replace(STREAMED, host_cache_bytes=None, device_cache_bytes=None)
+
+
+def refuses_averages_without_room(out: Path) -> None:
+    """Averaging needs all weights at a time, also of those on disk."""
+    run = trainer(out, on_device(STREAMED), callbacks=[EMAWeightAveraging()])
+    with pytest.raises(OutOfMemoryBudgetError, match="Raise host_memory, or the plan's host_cache_bytes"):
+        run.fit(model(), batches())
+
+
 def streams(_: Path) -> None:
     """From here on devices are GPUs with streams, as far as the lanes use them."""
     shared_model.ACCELERATOR, shared_model.DEVICE = StandIn(), None
@@ -328,4 +341,5 @@ def streams(_: Path) -> None:
 if __name__ == "__main__":
     activations.SMALL_BYTES = 64  # what a small model saves leaves the device, too
     shared_model.DEVICE = EmulatedDevice("1MiB", seed=RANK)
-    run_scenarios({**vars(shared_model), **vars(shared_options), **vars(planned_ranks), **globals()}, poison=True)
+    known = {**vars(shared_model), **vars(shared_options), **vars(shared_manners), **vars(planned_ranks)}
+    run_scenarios({**known, **globals()}, poison=True)

@@ -19,14 +19,17 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
     TQDMProgressBar,
+    WeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.errors import HeteroError, OffloadedAccessError, UnsupportedError, VerificationError
 from lightning_hetero.strategies import HeteroOffloadStrategy
-from support.shared_model import DATA, RANK, WORLD, Model, batches, model, reference, run_scenarios, same, trainer
+from support.shared_model import DATA, RANK, STEPS, WORLD, Model, batches, model, on_device, reference, run_scenarios, same, trainer
 
 UNEVEN = DATA[:11]  # with two ranks and batches of four: the last batch has two, one of which is repeated
 
@@ -199,18 +202,53 @@ def assigns_weights(out: Path) -> None:
         trainer(out).fit(model(cls=Writes), batches())
 
 
+class EverySecond(WeightAveraging):
+    """The mean of the weights after every second step: a kind of the user's."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == 1
+
+
 def averages_weights(out: Path) -> None:
     """Averages that callbacks make are DDP's, in validations and after the fit."""
     swa = {"swa_lrs": 1e-3, "swa_epoch_start": 2, "annealing_epochs": 1}
-    for make, options in ((EMAWeightAveraging, {"decay": 0.9}), (StochasticWeightAveraging, swa)):
+    for make, options in ((EMAWeightAveraging, {"decay": 0.9}), (StochasticWeightAveraging, swa), (EverySecond, {})):
         runs = []
-        for strategy in (HeteroOffloadStrategy("host", block_cls="Layer"), "ddp_find_unused_parameters_true"):
+        for strategy in (on_device(), "ddp_find_unused_parameters_true"):
             module = model()
             run = trainer(out, strategy, callbacks=[make(**options)], max_epochs=3)
             run.fit(module, batches(), batches())
             runs.append((module, run.callback_metrics["validated"]))
         same(runs[0][0], runs[1][0])
         assert torch.equal(runs[0][1], runs[1][1])
+
+
+def averages_as_in_one_process(out: Path) -> None:
+    """The average of any number of ranks is that of the reference's weights after each step."""
+    shared = model(seed=5 + RANK)
+    trainer(out, callbacks=[EMAWeightAveraging(decay=0.9)]).fit(shared, batches())
+    steps = [reference("", number=number + 1) for number in range(STEPS)]
+    average = AveragedModel(steps[0], avg_fn=get_ema_avg_fn(0.9))
+    for step in steps:
+        average.update_parameters(step)
+    average.module.losses = steps[-1].losses
+    same(shared, average.module)
+
+
+def goes_on_from_checkpoints_of_ddp(out: Path) -> None:
+    """What DDP has saved is gone on from, and DDP goes on from what ranks have saved."""
+    ddp, kind = "ddp_find_unused_parameters_true", "tied frozen"
+    whole = model(kind)
+    trainer(out, ddp, max_epochs=2).fit(whole, batches())
+    for begin, end in ((ddp, None), (None, ddp)):
+        first, second = model(kind), model(kind, seed=9 + RANK)
+        path = out / f"{begin or 'ours'}.ckpt"
+        run = trainer(out, begin)
+        run.fit(first, batches())
+        run.save_checkpoint(path)
+        trainer(out, end, max_epochs=2).fit(second, batches(), ckpt_path=path)
+        second.losses = [*first.losses, *second.losses]
+        same(second, whole)
 
 
 class Fails(Model):
@@ -273,11 +311,14 @@ def is_verified(out: Path) -> None:
     logging.getLogger("lightning_hetero.strategies.verification").addHandler(handler)
     sgd, half = {"optimizer": torch.optim.SGD, "momentum": 0.9}, {"precision": "bf16-true"}
     for kind, accumulate, clip, plan, options, flags in [
-        ("rare tied", 2, 0.3, "host", {}, {}), ("skips", 1, None, "disk", {}, {}), ("counts", 1, 0.3, "host", {}, half),
-        ("frozen", 2, None, "host", sgd, {}),
+        ("rare tied", 2, 0.3, None, {}, {}), ("skips", 1, None, "disk", {}, {}), ("counts", 1, 0.3, None, {}, half),
+        ("frozen", 2, None, "host", sgd, {}), ("overflows", 1, None, None, {}, {"precision": "16-mixed"}),
     ]:  # fmt: skip
         shared = model(kind, seed=5 + RANK, **options)
-        strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, verify=2)
+        strategy = on_device(plan, verify=2)
+        if "precision" in flags and flags["precision"] == "16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+            flags = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
         run = trainer(out, strategy, accumulate_grad_batches=accumulate, gradient_clip_val=clip, **flags)
         said.clear()
         run.fit(shared, batches())

@@ -147,9 +147,14 @@ class Looks(pl.Callback):
                 module.layers[0].up.weight.sum()
 
 
+def on_device(plan: Any = None, **options: Any) -> HeteroOffloadStrategy:
+    """The strategy on this rank's device."""
+    return HeteroOffloadStrategy(plan or PLAN, **{"device": DEVICE, "block_cls": "Layer", "update_threads": 1} | options)
+
+
 def trainer(out: Path, strategy: Any = None, **flags: Any) -> pl.Trainer:
     """A Trainer on as many devices as there are ranks."""
-    strategy = strategy or HeteroOffloadStrategy(PLAN, device=DEVICE, block_cls="Layer", update_threads=1)
+    strategy = strategy or on_device()
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     return pl.Trainer(
         accelerator=ACCELERATOR,

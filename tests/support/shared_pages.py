@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
+import weakref
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.runtime import slice_reads
 from lightning_hetero.store.live.shared_memory import SharedArena
 from support.shared_model import RANK, WORLD, batches, model, reference, run_scenarios, same, trainer
 
@@ -76,6 +80,35 @@ def pages_exist_once(out: Path) -> None:
             weight.zero_()
     dist.barrier()
     assert weight.sum().item() == (0.0 if RANK == 0 else before), "after the fit weights are a process's own"
+
+
+class Mapped:
+    """Counts the bytes of the tensors that are made here, for as long as anything uses them."""
+
+    now = most = 0
+
+    def make(self, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = mmap.mmap(-1, numel * dtype.itemsize)
+        self.now += len(memory)
+        self.most = max(self.most, self.now)
+        weakref.finalize(memory, self._free, len(memory))
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def holds_one_tensor_as_it_saves(out: Path) -> None:
+    """For a checkpoint the first rank has one whole tensor, and the others have none."""
+    shared, mapped = model(), Mapped()
+
+    def save(run: pl.Trainer, module: Any) -> None:
+        with mock.patch.object(slice_reads, "own_memory", mapped.make):
+            run.save_checkpoint(out / "whole.ckpt")
+
+    trainer(out, callbacks=[Calls(save)]).fit(shared, batches())
+    assert mapped.most == (0 if RANK else max(param.nbytes for param in shared.parameters()))
+    assert torch.load(out / "whole.ckpt")["optimizer_states"][0]["state"]
 
 
 def is_changed_in_materialize(out: Path) -> None:

@@ -162,7 +162,8 @@ class HostWeights:
             raise OutOfMemoryBudgetError(
                 f"block {block.name!r} needs {format_bytes(need)} of host memory, but blocks in use at the same time hold "
                 f"{format_bytes(used)} of the {format_bytes(self.capacity_bytes)} for weights on disk. Raise host_memory, or "
-                f"choose block_cls so that blocks do not contain each other's uses."
+                f"the plan's host_cache_bytes; let materialize() have fewer parameters at a time; or choose block_cls so that "
+                f"blocks do not contain each other's uses."
             )
         return tickets
 
