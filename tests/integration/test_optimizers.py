@@ -4,6 +4,7 @@ of plain Lightning.
 
 from __future__ import annotations
 
+import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_a_tensor_as_learning_rate_is_read_at_each_step(kind: str, clip: float |
         clip=clip,
     )  # fmt: skip
     assert_same_as_plain(kind, partial(run, recipe, tmp_path=tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["disk", "device"])
+def test_a_learning_rate_that_the_engine_refuses_ends_the_fit(kind: str, tmp_path: Path) -> None:
+    """State that came for a refused update goes back, so nothing waits for it as the fit ends."""
+    recipe = Recipe(shape=SHAPE, optimizer=lambda groups: torch.optim.AdamW(groups, lr=math.inf, fused=True))
+    strategy = on_device("disk") if kind == "device" else HeteroOffloadStrategy("disk")
+    with pytest.raises(ConfigError, match="lr inf"):
+        run(recipe, strategy, tmp_path=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["AMSGrad", "Adafactor"])

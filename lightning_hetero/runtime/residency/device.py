@@ -147,6 +147,8 @@ class DeviceResidency(Residency):
             self.parameters.hide(block)
         elif not self._evaluates:  # an evaluation may use weights that user code has replaced for a while
             bring_back_all(block)
+            if self._slices is not None:  # a frozen block has no update that would look
+                self._gather(block)
 
     def before_update(self, block: Block) -> None:
         """The place is the device's memory if the update changes its copy, else the host's."""

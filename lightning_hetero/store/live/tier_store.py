@@ -319,8 +319,10 @@ class TierStore:
         """Hands over the gradients of an opened update. ``keep`` is held until it is READY."""
         if part.on_disk:
             self.files.before_write()
-        ticket, part.opened = self._opened.pop(part), None
+        ticket = self._opened[part]
         self.engine.arm_update(ticket, segments, hypers, grad_scale=scale, step=self.files.step + 1, priority=priority, keep=keep)
+        del self._opened[part]  # only now: an update that is refused has to be cancelled
+        part.opened = None
         part.last_write = part.updated = ticket
         part.stepped = self.unrecorded.changed = True
         part.fresh = False
