@@ -6,6 +6,8 @@ A written file is complete or absent.
 A local file is written beside its final name, as ``.NAME.DIGITS.partial``, under a lock that ends
 with the process. A killed process leaves it. Whoever next writes into that directory removes those
 that nobody has locked. A writer whose new file was removed before it had the lock makes another.
+Many shared file systems keep locks on each host alone. So the digits begin with those of the host
+since it was started, and files of other hosts stay.
 
 [Note: Remote files]
 A URL such as ``s3://bucket/model`` is opened through fsspec; its driver must be installed. No file
@@ -17,9 +19,11 @@ be mapped into memory.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import os
 import re
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -31,7 +35,7 @@ from typing import IO, Any
 PIECE_BYTES = 16 * 2**20  # bytes of a remote file in memory at once
 
 _LOCAL = ("file", "local")
-_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -208,7 +212,7 @@ def _local_file(path: Path) -> Iterator[IO[bytes]]:
 def _locked_file(path: Path) -> tuple[IO[bytes], Path]:
     """A new file beside the path, and where it is; see [Note: Files of killed processes]."""
     while True:
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        partial = path.with_name(f".{path.name}.{_host()}{uuid.uuid4().hex[:8]}.partial")
         stream = open(partial, "xb")  # noqa: SIM115  # the caller closes it
         with suppress(OSError):  # the file system has no locks: there nothing is removed
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -221,12 +225,23 @@ def _remove_leftovers(directory: Path) -> None:
     names = list[str]()
     with suppress(OSError):  # it may be written, and not be read
         names = os.listdir(directory)
+    leftover = re.compile(rf"\..+\.{_host()}[0-9a-f]{{8}}\.partial")
     for name in names:
         path = directory / name
-        if _LEFTOVER.fullmatch(name) and path.is_file() and not path.is_symlink():
-            with suppress(OSError), open(path, "rb") as stream:  # it may be locked, gone, or another user's
+        if leftover.fullmatch(name) and path.is_file() and not path.is_symlink():
+            # It may be locked, gone, or another user's. NFS gives this lock only to who may write.
+            with suppress(OSError), open(path, "r+b") as stream:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
+
+
+def _host() -> str:
+    """Digits for this host since it was started, whose processes see each other's locks."""
+    try:
+        boot = _BOOT.read_text()
+    except OSError:
+        boot = uuid.uuid4().hex  # nobody else's files are removed then
+    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:12]
 
 
 def _sync_directory(directory: Path) -> None:

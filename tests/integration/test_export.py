@@ -220,6 +220,19 @@ def test_what_a_killed_export_leaves_goes_with_the_next_one(tmp_path: Path) -> N
     assert (tmp_path / "other").read_bytes() == b"of others"
 
 
+def test_what_another_host_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On many shared file systems each host has locks of its own."""
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    with monkeypatch.context() as there:
+        there.setattr("socket.gethostname", lambda: "another")
+        file = Place.of(tmp_path / "other").appears_whole()
+        file.__enter__().write(b"of others")
+    export_weights(nn.Linear(2, 2), tmp_path)
+    file.__exit__(None, None, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "other"}
+    assert (tmp_path / "other").read_bytes() == b"of others"
+
+
 def test_a_checkpoint_that_needs_execution_is_refused(tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": torch.ones(2)}, "notes": Namespace(by="anybody")}, tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match="without executing"):
