@@ -21,14 +21,20 @@ from torch import Tensor, nn
 from lightning_hetero.checkpoint import load, release_pages, save
 from lightning_hetero.checkpoint.files import Place
 from lightning_hetero.convert import merges
-from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store
+from lightning_hetero.convert.merging import Adapter, merged, of_folder, of_model, of_store, with_tensors
 from lightning_hetero.convert.safetensors import TensorToWrite, WeightFiles, write_directory
 from lightning_hetero.errors import ConfigError
 from lightning_hetero.handles.offloaded_parameter import materialize
 from lightning_hetero.handles.offloaded_tensor import OffloadedTensor
 from lightning_hetero.store.format.audit import StoreFiles
 from lightning_hetero.store.format.sets import last_step, stores_in
-from lightning_hetero.store.format.stored_model import stored_adapters, stored_buffers, stored_merges, stored_weights
+from lightning_hetero.store.format.stored_model import (
+    stored_adapted,
+    stored_adapters,
+    stored_buffers,
+    stored_merges,
+    stored_weights,
+)
 from lightning_hetero.store.raw_memory import check_has_memory
 from lightning_hetero.units import parse_bytes
 
@@ -170,8 +176,10 @@ def _adapter(
         is_source = not isinstance(source, nn.Module) and (own := _store_at(source)) is not None and own.samefile(path)
         with ExitStack() as read:
             stores = last_step(path, read)
-            adapter = of_store(stored_adapters(stores[0]), () if is_source else _of_stores(stores), str(path))
+            adapter = of_store(stored_adapters(stores[0]), str(path))
             if not is_source:  # which is opened again
+                trained = {weight.name for weight in stored_weights(*stores) if weight.part.trained}
+                adapter = with_tensors(adapter, _of_stores(stores), stored_adapted(stores[0]), trained)
                 opened.enter_context(read.pop_all())
             return adapter
     if not isinstance(merge, bool):

@@ -79,12 +79,11 @@ def of_folder(folder: str | os.PathLike[str]) -> Adapter:
     return Adapter(_checked(config, str(place)), "", tensors, repr(str(place)))
 
 
-def of_store(configs: Mapping[str, Mapping[str, object]], tensors: Iterable[TensorToWrite], where: str) -> Adapter:
-    """The adapter of a store.
+def of_store(configs: Mapping[str, Mapping[str, object]], where: str) -> Adapter:
+    """The adapter of a store, without its tensors; see :func:`with_tensors`.
 
     Args:
         configs: The configurations of adapters in the store, by name.
-        tensors: Those of the model in the store.
         where: The store, for messages.
 
     Raises:
@@ -102,13 +101,34 @@ def of_store(configs: Mapping[str, Mapping[str, object]], tensors: Iterable[Tens
         )
     ((name, values),) = configs.items()
     config: _Config = _peft("merge an adapter").PeftConfig.from_peft_type(**values)
-    own = {}
+    return Adapter(_checked(config, where), name, {}, repr(where))
+
+
+def with_tensors(
+    adapter: Adapter, tensors: Iterable[TensorToWrite], models: Sequence[str], trained: Collection[str]
+) -> Adapter:  # fmt: skip
+    """An adapter of a store, to be merged into other weights than those of the store.
+
+    Its tensors are its own and those of the base that trained with it, such as biases.
+
+    Args:
+        adapter: The adapter.
+        tensors: Those of the store.
+        models: The names of the models that have adapters.
+        trained: The names of tensors that were trained.
+
+    Raises:
+        UnsupportedError: It is not known which model's adapter is meant.
+    """
+    if len(models) != 1:
+        has = f"has adapters of the models {', '.join(map(repr, models))}" if models else "does not say which model has the adapter"
+        raise UnsupportedError(f"store {adapter.where} {has}. Give the folder that PEFT's save_pretrained() has written of one.")
+    begin, own = f"{models[0]}." if models[0] else "", {}
     for tensor in tensors:
-        before, wrapped, inner = tensor.name.partition(_WRAPPER)
-        adapter, known = _owner(inner if wrapped else before)
-        if adapter == name:
+        owner, known = _owner(tensor.name.removeprefix(begin))
+        if tensor.name.startswith(begin) and (owner == adapter.name or (not owner and tensor.name in trained)):
             own[known] = replace(tensor, name=known)
-    return Adapter(_checked(config, where), name, own, repr(where))
+    return replace(adapter, tensors=own)
 
 
 def of_model(root: nn.Module, name: str = "") -> Adapter:
@@ -231,7 +251,7 @@ class _Source:
                 f"model that it was trained for."
             )
         if not _is_saved(adapter.config, name):
-            self._base[old.name] = replace(tensor, name=old.name)
+            self._base[old.name] = replace(tensor, name=old.name, dtype=old.dtype)
             return
         if not self._ties_known and _embeds(target) and sum(one.shape == old.shape for one in self._base.values()) == 1:
             raise UnsupportedError(

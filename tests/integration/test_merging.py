@@ -111,6 +111,79 @@ def test_the_command_and_transformers_read_the_result(tmp_path: Path) -> None:
         assert torch.equal(loaded(tokens).logits, module.model.merge_and_unload().eval()(tokens).logits)
 
 
+def with_biases(directory: Path) -> Path:
+    config = llama.config()
+    config.attention_bias = config.mlp_bias = True
+    torch.manual_seed(3)
+    llama.LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("bias", "dtype"), [("lora_only", torch.float32), ("all", torch.float32), ("all", torch.bfloat16)])
+def test_biases_that_trained_come_from_the_store(bias: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """They are tensors of the base, and PEFT saves them with the adapter."""
+    directory = with_biases(tmp_path / "weights")
+    trained(directory, lora(bias=bias), tmp_path, dtype=dtype)
+    export_weights(directory, tmp_path / "out", merge=tmp_path / "store")
+    export_weights(directory, tmp_path / "of folder", merge=tmp_path / "adapter")
+    base = llama.LlamaForCausalLM.from_pretrained(directory)
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    expected = by_peft(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    same(tmp_path / "out", expected)
+    same(tmp_path / "of folder", expected)
+    changed = {name for name, value in expected.items() if not torch.equal(value, before[name])}
+    assert "model.layers.1.mlp.down_proj.bias" in changed
+    assert ("model.layers.1.mlp.up_proj.bias" in changed) == (bias == "all")
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_weights_of_the_base_that_trained_come_from_the_store(optimizer: Any, tmp_path: Path) -> None:
+    """PEFT does not save them. SGD without momentum has no state that would tell of them.
+
+    PEFT is in the model, without a model of its own, and the module has weights beside it.
+    """
+
+    class Beside(llama.LitLlama):
+        def __init__(self, build: Any) -> None:
+            super().__init__(build)
+            self.head = torch.nn.Linear(1, 1)
+
+        def loss(self, tokens: Tensor) -> Tensor:
+            found: Tensor = self.head(super().loss(tokens)[None]).sum()
+            return found
+
+        def configure_optimizers(self) -> Any:
+            return optimizer(self.parameters(), lr=1e-2)
+
+    directory = with_biases(tmp_path / "weights")
+    model: Any = peft.inject_adapter_in_model(lora(), llama.LlamaForCausalLM.from_pretrained(directory))
+    model.model.norm.weight.requires_grad_(True)
+    module, store = Beside(lambda: model), tmp_path / "store"
+    strategy = HeteroOffloadStrategy("disk", disk_path=store)
+    quiet_trainer(strategy=strategy, precision="bf16-mixed", max_steps=2, default_root_dir=tmp_path).fit(module, llama.batches())
+    export_weights(directory, tmp_path / "out", merge=store)
+    export_weights(store, tmp_path / "of store", module="model", merge=True)
+    found, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(directory / "model.safetensors")
+    same(tmp_path / "of store", found)
+    assert {name for name in found if not torch.equal(found[name], before[name])} == {"model.norm.weight"} | {
+        f"model.layers.{layer}.{name}.weight"
+        for layer in range(3)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+    }
+
+
+@pytest.mark.parametrize(
+    ("models", "words"), [(["a", "b"], "has adapters of the models 'a', 'b'"), ([], "does not say which model")]
+)
+def test_a_store_that_does_not_tell_which_adapter_is_meant_is_refused(models: list[str], words: str) -> None:
+    """Two may have one configuration, and stores of earlier versions do not name them."""
+    from lightning_hetero.convert import merging
+
+    adapter = merging.of_store({"default": lora().to_dict()}, "run")
+    with pytest.raises(UnsupportedError, match=f"store 'run' {words}.*Give the folder"):
+        merging.with_tensors(adapter, [], models, ())
+
+
 def test_one_layer_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_hetero.convert import merging
     from lightning_hetero.convert.exporting import weights_of

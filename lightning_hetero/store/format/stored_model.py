@@ -183,6 +183,17 @@ def stored_adapters(store: StoreFiles) -> dict[str, dict[str, Any]]:
     return found if whole else {}
 
 
+def stored_adapted(store: StoreFiles) -> list[str]:
+    """The names of the models that PEFT has given adapters. Stores of earlier versions have none.
+
+    Raises:
+        ConfigError: The last record stands for no step.
+        StoreCorruptError: They are in a file that is not what the record names.
+    """
+    found = _state(store, "adapter_settings").get("adapter_settings", {})
+    return list(found) if isinstance(found, dict) else []
+
+
 def stored_merges(store: StoreFiles) -> object:
     """What ``convert.merges`` has written of the last step; an empty dictionary if it has nothing.
 

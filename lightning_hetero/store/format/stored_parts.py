@@ -92,11 +92,14 @@ class StoredPart:
         names: Its parameters, in the order of their offsets.
         shards: Where they are, and which store has which elements.
         slices: What each store has of it.
+        trained: Its parameters were to be trained when the run began, or an optimizer has given it
+            state since.
     """
 
     names: tuple[str, ...]
     shards: Shards
     slices: tuple[StoredSlice, ...]
+    trained: bool
 
     def read(self, array: int, index: int, out: Tensor) -> None:
         """Reads an array of parameter ``index``, flat, in its memory order."""
@@ -119,7 +122,7 @@ def stored_parts(stores: Sequence[StoreFiles]) -> list[StoredPart]:
     layout = layout_of(first.path, first.manifest)
     rows = {name: row for block in first.manifest["geometry"]["blocks"] for name, row in block["params"].items()}
     entries = [record_of(store).parts for store in stores]
-    names = layout["parts"]
+    names, frozen = layout["parts"], layout.get("frozen")  # earlier versions did not say which
     for rank, store in enumerate(stores):
         member = member_of(store.path, store.manifest)
         if (member.shard, member.shards) != (rank, len(stores)):
@@ -139,7 +142,9 @@ def stored_parts(stores: Sequence[StoreFiles]) -> list[StoredPart]:
             ranks=len(stores), slice_elements=total // len(stores), offsets=tuple(offsets), lengths=tuple(lengths)
         )  # fmt: skip
         slices = [StoredSlice(store=store, entry=of_store[number]) for store, of_store in zip(stores, entries, strict=True)]
-        found.append(StoredPart(names=tuple(of_part), shards=shards, slices=tuple(slices)))
+        begins_trained = isinstance(frozen, list) and number not in frozen
+        trained = begins_trained or any(one.entry.stepped or one.entry.blobs for one in slices)
+        found.append(StoredPart(names=tuple(of_part), shards=shards, slices=tuple(slices), trained=trained))
     return found
 
 
