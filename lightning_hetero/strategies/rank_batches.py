@@ -5,21 +5,31 @@ Lightning's loop decides on each rank by itself whether another batch follows. W
 on and another does not, both would wait in different collectives, until the group's timeout. So
 ranks tell each other what comes next: after the last hook of a training batch and of a validation,
 and before each batch that is evaluated. Lightning has collectives of its own before the next batch,
-so that would be too late.
+so that would be too late. Where dataloaders know how many batches are evaluated, ranks compare that
+with the first one, before anything that they compute is lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
+from zlib import crc32
+
+from torch.utils.data import IterableDataset
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.lanes.decisions import ALIKE, Decisions, Topic
 from lightning_hetero.runtime.method_patches import Patches
 from lightning_hetero.strategies.training_state import call_after
-from lightning_hetero.untyped import Trainer
+from lightning_hetero.untyped import Trainer, Value
 
 _HOOKS = ("on_train_batch_end", "on_validation_end")  # at an epoch's end a progress bar reduces metrics first, on one rank
 _STOP = "To stop all, set it on all: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False)."
+_EVALUATED = "All have equally many batches of each dataloader. Leave the Trainer's distributed sampler in place, or set {}."
+_PREDICTED = (
+    "All have equally many batches. Lightning's sampler repeats no sample in prediction, so ranks have that if their number "
+    "divides the number of samples: add some, and leave out what is predicted of them. Or set {}, and later samples are left out."
+)
 
 
 class _Next(Enum):
@@ -45,7 +55,10 @@ class RankBatches:
         def compare() -> None:
             loop = trainer.fit_loop
             stops, ends = trainer.should_stop and loop._can_stop_early, loop.epoch_loop._num_ready_batches_reached()
-            self._compare(Topic.TRAINED, _Next.STOP if stops else _Next.END if ends else _Next.BATCH, trainer)
+            own = _Next.STOP if stops else _Next.END if ends else _Next.BATCH
+            each = [_NEXT[int(row[0])] for row in self._decisions.numbers(_NEXT.index(own), about=Topic.TRAINED)]
+            remedy = f"{ALIKE} {_STOP}" if _Next.STOP in each else ALIKE
+            _check([one.value for one in each], f"after step {trainer.global_step}", remedy)
 
         for name in _HOOKS:
             call_after(self._patches, trainer.lightning_module, name, compare)
@@ -56,14 +69,35 @@ class RankBatches:
 
     def evaluates(self, trainer: Trainer) -> None:
         """A batch of validation, test or prediction begins."""
-        loop = trainer._active_loop
-        is_last = not trainer.training and loop is not None and loop.batch_progress.is_last_batch
-        self._compare(Topic.EVALUATE, _Next.END if is_last else _Next.BATCH, trainer)
+        loop = None if trainer.training else trainer._active_loop
+        own = _Next.END if loop is not None and loop.batch_progress.is_last_batch else _Next.BATCH
+        count = "" if loop is None else _count(loop, adds=trainer.predicting)
+        rows = self._decisions.numbers(_NEXT.index(own), crc32(count.encode()), about=Topic.EVALUATE)
+        stage = trainer.state.stage
+        limit = f"limit_{stage.dataloader_prefix if stage else 'val'}_batches"
+        remedy = (_PREDICTED if trainer.predicting else _EVALUATED).format(limit)
+        if len({row[1] for row in rows}) > 1:
+            each = [f"has {text or 'an unknown number of'} batches" for text in self._decisions.texts(count)]
+            _check(each, "as they evaluate", remedy)
+        _check([_NEXT[int(row[0])].value for row in rows], "as they evaluate", remedy)
 
-    def _compare(self, topic: Topic, own: _Next, trainer: Trainer) -> None:
-        each = [_NEXT[int(row[0])] for row in self._decisions.numbers(_NEXT.index(own), about=topic)]
-        if len(set(each)) > 1:
-            what = ", ".join(f"rank {rank} {one.value}" for rank, one in enumerate(each))
-            remedy = f"{ALIKE} {_STOP}" if _Next.STOP in each else ALIKE
-            where = "as they evaluate" if topic is Topic.EVALUATE else f"after step {trainer.global_step}"
-            raise HeteroError(f"the ranks part {where}: {what}. {remedy}")
+
+def _count(loop: Value, *, adds: bool) -> str:
+    """How many batches an evaluation has, of each dataloader unless it ``adds``; empty if unknown.
+
+    Iterable datasets may have fewer than they say, and a step may take several from an iterator.
+    """
+    fetcher = loop._data_fetcher
+    loaders = fetcher.combined_loader.flattened
+    is_iterable = any(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
+    if fetcher.length is None or is_iterable or hasattr(fetcher, "iterator_wrapper"):
+        return ""
+    is_one_by_one = fetcher.length == sum(loop.max_batches)
+    return " + ".join(map(str, loop.max_batches)) if is_one_by_one and not adds else str(fetcher.length)
+
+
+def _check(each: Sequence[str], where: str, remedy: str) -> None:
+    """Refuses ranks that do not all do the same."""
+    if len(set(each)) > 1:
+        what = ", ".join(f"rank {rank} {one}" for rank, one in enumerate(each))
+        raise HeteroError(f"the ranks part {where}: {what}. {remedy}")

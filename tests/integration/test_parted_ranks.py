@@ -13,6 +13,13 @@ from support.scripts import output_of, result_of
 from lightning_hetero import HeteroOffloadStrategy
 from lightning_hetero.errors import ConfigError
 
+EVALUATED = {  # before the first batch is computed: who has how many, and the remedy
+    "validation": (("4", "3"), "or set limit_val_batches."),
+    "test": (("4", "3"), "or set limit_test_batches."),
+    "test loaders": (("3 + 1", "2 + 2"), "or set limit_test_batches."),
+    "prediction": (("4", "3"), "Or set limit_predict_batches,"),
+    "prediction sampled": (("2", "1"), "Lightning's sampler repeats no sample in prediction"),
+}
 SCRIPT = Path(ranks.__file__).with_name("parted_ranks.py")
 
 
@@ -29,6 +36,14 @@ def test_ranks_that_part_say_who_and_how(world: int, tmp_path: Path) -> None:
     assert report.pop("on_validation_end all", ["4 has no error"] * world) == ["4 has no error"] * world
     if world == 2:  # the other rank hangs, until this one has ended
         assert report.pop("hangs")[0].startswith("1 HeteroError: rank 0 of 2 cannot go on: another rank has died or hangs")
+        for case, (each, remedy) in EVALUATED.items():
+            who = ", ".join(f"rank {rank} has {count} batches" for rank, count in enumerate(each))
+            text, other = report.pop(case)
+            count = 4 if case == "validation" else 0
+            assert text == other, case
+            assert text.startswith(f"{count} HeteroError: the ranks part as they evaluate: {who}. All have equally many"), text
+            assert remedy in text, text
+            assert "rank 1 has ended with" not in text, text
     for case, ends in report.items():
         is_stop = case.startswith("on_")
         alone = "rank 1 has trainer.should_stop set" if is_stop else "rank 1 has no more batches"
@@ -42,6 +57,4 @@ def test_ranks_that_part_say_who_and_how(world: int, tmp_path: Path) -> None:
         assert f": {who}. All of them have equally many batches" in text, (case, text)
         assert ("reduce_boolean_decision" in text) == is_stop, (case, text)
         assert "rank 1 has ended with" not in text, "all have the same error, so it is no news"
-        assert count == {"training": "3", "training auto": "3", "test": "0", "prediction": "0"}.get(
-            case, "1" if "batch_end" in case else "4"
-        )
+        assert count == {"training": "3", "training auto": "3"}.get(case, "1" if "batch_end" in case else "4")

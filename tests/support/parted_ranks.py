@@ -25,6 +25,7 @@ from support.shared_stores import PATIENCE_S, run
 MACHINE = Path(__file__).with_name("hardware.json")
 LONE = 1  # this rank parts from the others
 FEWER = ("training", "validation", "test", "prediction")  # batches
+LIGHTNING, LOADERS = "prediction sampled", "test loaders"  # Lightning's sampler; two dataloaders with the same sum
 HANGS, WAITS_S = "hangs", 1  # that rank does nothing, and for how long the others wait
 STOPS = ("on_train_batch_end", "on_validation_end")  # hooks in which it sets should_stop
 
@@ -56,16 +57,18 @@ class Model(shared_model.Model):
         self.log("trained", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
-    def test_step(self, batch: Tensor, index: int) -> None:
+    def test_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
+        self.count += 1
         self.log("tested", self.loss(batch, index), sync_dist=True)
 
     def predict_step(self, batch: Tensor, index: int) -> None:
+        self.count += 1
         self.loss(batch, index)
 
 
-def batches(*, lacks: bool) -> DataLoader[Tensor]:
+def batches(*, lacks: bool, most: int = shared_model.STEPS) -> DataLoader[Tensor]:
     """A rank's batches; one fewer on the one that ``lacks`` some."""
-    number = shared_model.STEPS - (lacks and shared_model.RANK == LONE)
+    number = most - (lacks and shared_model.RANK == LONE)
     return DataLoader(torch.randint(0, 13, (shared_model.BATCH * number, 7)), shared_model.BATCH)
 
 
@@ -79,11 +82,15 @@ def rank_of(case: str, out: Path, rank: int) -> None:
     waits = timedelta(seconds=WAITS_S if case == HANGS else PATIENCE_S)
     plan = "auto" if "auto" in words else "host"
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, timeout=waits, **options)
-    trainer = shared_model.trainer(out, strategy, max_epochs=2, callbacks=hooks)
+    trainer = shared_model.trainer(out, strategy, max_epochs=2, callbacks=hooks, use_distributed_sampler=case == LIGHTNING)
     train, evaluate = batches(lacks=first == "training"), batches(lacks=first in FEWER)
     text = "has no error"
     try:
-        if first == "test":
+        if case == LOADERS:
+            trainer.test(model, [batches(lacks=True, most=3), batches(lacks=False, most=1 + rank)], verbose=False)
+        elif case == LIGHTNING:
+            trainer.predict(model, DataLoader(torch.randint(0, 13, (9, 7)), 4))
+        elif first == "test":
             trainer.test(model, evaluate, verbose=False)
         elif first == "prediction":
             trainer.predict(model, evaluate)
@@ -97,7 +104,8 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path, world: int) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    cases = [*FEWER, HANGS, *STOPS, "training auto", "on_validation_end all"] if world == 2 else ["training", "on_train_batch_end"]
+    of_two = [*FEWER, LIGHTNING, LOADERS, HANGS, *STOPS, "training auto", "on_validation_end all"]
+    cases = of_two if world == 2 else ["training", "on_train_batch_end"]
     for case in cases:
         out = root / case.replace(" ", "-")
         out.mkdir()
