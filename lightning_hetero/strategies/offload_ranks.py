@@ -236,9 +236,10 @@ class HeteroOffloadRanks(_Base):
         if collectives is not None and not collectives.has_failed:
             collectives.notes.note(f"rank {collectives.rank} has ended with {type(exception).__name__}: {exception}")
             first = collectives.notes.noted()
-            is_news = not first.startswith(f"rank {collectives.rank} ") and str(exception) not in first
-            if first and is_news:  # one of Lightning's collectives failed
-                exception.add_note(f"{first.rstrip('.')}. Start all ranks again; their logs say which was the first.")
+            told, own = first.rstrip("."), f"{type(exception).__name__}: {exception}"
+            has_same = own.startswith(first.partition(" has ended with ")[2])  # notes have the beginning of a long text
+            if not (first.startswith(f"rank {collectives.rank} ") or told in own or has_same):  # Lightning's collective failed
+                exception.add_note(f"{told}. Start all ranks again; their logs say which was the first.")
         Offloading.on_exception(self, exception)  # teardown must not rely on the engine
         if collectives is not None:
             collectives.close()

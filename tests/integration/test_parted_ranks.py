@@ -36,6 +36,10 @@ def test_ranks_that_part_say_who_and_how(world: int, tmp_path: Path) -> None:
     assert report.pop("on_validation_end all", ["4 has no error"] * world) == ["4 has no error"] * world
     if world == 2:  # the other rank hangs, until this one has ended
         assert report.pop("hangs")[0].startswith("1 HeteroError: rank 0 of 2 cannot go on: another rank has died or hangs")
+        first, own = report.pop("raises")
+        assert own == "1 RuntimeError: it has had enough."
+        assert first.startswith("1 HeteroError: rank 0 of 2 could not decide with the others"), first
+        assert first.count("rank 1 has ended with RuntimeError: it has had enough. Start all ranks again") == 1, first
         for case, (each, remedy) in EVALUATED.items():
             who = ", ".join(f"rank {rank} has {count} batches" for rank, count in enumerate(each))
             text, other = report.pop(case)

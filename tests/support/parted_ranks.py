@@ -26,6 +26,7 @@ MACHINE = Path(__file__).with_name("hardware.json")
 LONE = 1  # this rank parts from the others
 FEWER = ("training", "validation", "test", "prediction")  # batches
 LIGHTNING, LOADERS = "prediction sampled", "test loaders"  # Lightning's sampler; two dataloaders with the same sum
+RAISES, MESSAGE = "raises", "it has had enough."  # that rank, as the others compare
 HANGS, WAITS_S = "hangs", 1  # that rank does nothing, and for how long the others wait
 STOPS = ("on_train_batch_end", "on_validation_end")  # hooks in which it sets should_stop
 
@@ -56,6 +57,10 @@ class Model(shared_model.Model):
         loss = super().training_step(batch, index)
         self.log("trained", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if RAISES in self.kind and shared_model.RANK == LONE:
+            raise RuntimeError(MESSAGE)
 
     def test_step(self, batch: Tensor, index: int, dataloader_idx: int = 0) -> None:
         self.count += 1
@@ -104,7 +109,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path, world: int) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    of_two = [*FEWER, LIGHTNING, LOADERS, HANGS, *STOPS, "training auto", "on_validation_end all"]
+    of_two = [*FEWER, LIGHTNING, LOADERS, RAISES, HANGS, *STOPS, "training auto", "on_validation_end all"]
     cases = of_two if world == 2 else ["training", "on_train_batch_end"]
     for case in cases:
         out = root / case.replace(" ", "-")
