@@ -156,6 +156,7 @@ LIGHTNING = (
     Borrowed("lightning strategy:_start_method", "How further ranks start."),
     Borrowed("fabric:utilities.device_dtype_mixin._DeviceDtypeModuleMixin", "What a module says of its device."),
     Borrowed("trainer:_accelerator_connector", "Devices and processes before there is a strategy."),
+    Borrowed("trainer:_val_check_time_interval", "Whether each rank validates by its own clock."),
     Borrowed("trainer:_active_loop", "Whether a batch that is evaluated is the last one."),
     Borrowed("trainer:fit_loop._can_stop_early", "Whether should_stop ends training now."),
     Borrowed("trainer:fit_loop._combined_loader", "The training data's iterators."),

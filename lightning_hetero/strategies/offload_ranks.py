@@ -47,7 +47,7 @@ from lightning_hetero.strategies.namespaces import Lightning, lightning_of
 from lightning_hetero.strategies.offload import OffloadRun
 from lightning_hetero.strategies.offloading import Offloading
 from lightning_hetero.strategies.precision import compute_on
-from lightning_hetero.strategies.rank_batches import RankBatches
+from lightning_hetero.strategies.rank_batches import RankBatches, seconds_between_validations
 from lightning_hetero.strategies.resume import State
 from lightning_hetero.untyped import Function, Value
 
@@ -219,6 +219,9 @@ class HeteroOffloadRanks(_Base):
         """Places this rank's slices of the first rank's weights."""
         if refused := _unshared(self.run.module):
             raise self._refusal(*refused)
+        if lightning_of(self).is_fit(trainer) and (every := seconds_between_validations(trainer)) is not None:
+            what = f"val_check_interval as a time of {every:g} s, which each rank takes by its own clock,"
+            raise self._refusal(what, "Pass a number of training batches, or a fraction of them.")
         Offloading.setup(self, trainer)
         share_buffers(self.run)
         if lightning_of(self).is_fit(trainer):

@@ -34,12 +34,20 @@ def test_ranks_that_part_say_who_and_how(world: int, tmp_path: Path) -> None:
     report = result_of(output_of(SCRIPT, tmp_path, str(world), cwd=tmp_path))
     assert {"training", "on_train_batch_end"} <= set(report)
     assert report.pop("on_validation_end all", ["4 has no error"] * world) == ["4 has no error"] * world
+    for case, count in (("epochs", 4), ("steps", 2)):  # all end there, also the one that stops
+        assert report.pop(f"on_train_batch_end {case}", [f"{count} has no error"] * world) == [f"{count} has no error"] * world
     if world == 2:  # the other rank hangs, until this one has ended
         assert report.pop("hangs")[0].startswith("1 HeteroError: rank 0 of 2 cannot go on: another rank has died or hangs")
         first, own = report.pop("raises")
         assert own == "1 RuntimeError: it has had enough."
         assert first.startswith("1 HeteroError: rank 0 of 2 could not decide with the others"), first
         assert first.count("rank 1 has ended with RuntimeError: it has had enough. Start all ranks again") == 1, first
+        due, timed = (set(report.pop(f"training {case}")) for case in ("due", "timed"))
+        assert len(due) == len(timed) == 1, (due, timed)
+        assert due.pop().startswith(
+            "1 HeteroError: the ranks part after step 1: rank 0 does not validate, rank 1 validates next. All"
+        )
+        assert timed.pop().startswith("0 UnsupportedError: val_check_interval as a time of 900 s, which each rank takes by its own")
         for case, (each, remedy) in EVALUATED.items():
             who = ", ".join(f"rank {rank} has {count} batches" for rank, count in enumerate(each))
             text, other = report.pop(case)

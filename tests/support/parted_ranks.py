@@ -26,6 +26,8 @@ MACHINE = Path(__file__).with_name("hardware.json")
 LONE = 1  # this rank parts from the others
 FEWER = ("training", "validation", "test", "prediction")  # batches
 LIGHTNING, LOADERS = "prediction sampled", "test loaders"  # Lightning's sampler; two dataloaders with the same sum
+DUE, TIMED = "training due", "training timed"  # validations: after a fraction of unequal numbers, or by each rank's clock
+OVER = ("on_train_batch_end epochs", "on_train_batch_end steps")  # it sets should_stop where all end: after these
 RAISES, MESSAGE = "raises", "it has had enough."  # that rank, as the others compare
 HANGS, WAITS_S = "hangs", 1  # that rank does nothing, and for how long the others wait
 STOPS = ("on_train_batch_end", "on_validation_end")  # hooks in which it sets should_stop
@@ -34,9 +36,10 @@ STOPS = ("on_train_batch_end", "on_validation_end")  # hooks in which it sets sh
 class Stops(pl.Callback):
     """Stops training on one rank, or on all, at a hook."""
 
-    def __init__(self, hook: str, *, alone: bool = True) -> None:
+    def __init__(self, hook: str, *, alone: bool, after: int) -> None:
         def stop(trainer: pl.Trainer, *_: Any) -> None:
-            if not trainer.sanity_checking and (shared_model.RANK == LONE or not alone):
+            is_time = trainer.global_step >= after and not trainer.sanity_checking
+            if is_time and (shared_model.RANK == LONE or not alone):
                 trainer.should_stop = True
 
         setattr(self, hook, stop)
@@ -82,12 +85,17 @@ def rank_of(case: str, out: Path, rank: int) -> None:
     torch.manual_seed(5)
     model, (first, *words) = Model(case), case.split()
     model.out = out
-    hooks = [Stops(first, alone="all" not in words)] if first in STOPS else []
+    steps = 2 if "steps" in words else shared_model.STEPS
+    hooks = [Stops(first, alone="all" not in words, after=steps if case in OVER else 0)] if first in STOPS else []
+    flags = {"max_epochs": 1 if "epochs" in words else 2, "max_steps": steps if "steps" in words else -1}
+    every = {DUE: 0.5, TIMED: timedelta(minutes=15)}.get(case)
     options = {"hardware_profile": MACHINE} if "auto" in words else {}
     waits = timedelta(seconds=WAITS_S if case == HANGS else PATIENCE_S)
     plan = "auto" if "auto" in words else "host"
     strategy = HeteroOffloadStrategy(plan, block_cls="Layer", update_threads=1, timeout=waits, **options)
-    trainer = shared_model.trainer(out, strategy, max_epochs=2, callbacks=hooks, use_distributed_sampler=case == LIGHTNING)
+    trainer = shared_model.trainer(
+        out, strategy, callbacks=hooks, use_distributed_sampler=case == LIGHTNING, val_check_interval=every, **flags
+    )
     train, evaluate = batches(lacks=first == "training"), batches(lacks=first in FEWER)
     text = "has no error"
     try:
@@ -100,7 +108,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
         elif first == "prediction":
             trainer.predict(model, evaluate)
         else:
-            trainer.fit(model, train, *[evaluate] * (first in ("validation", "on_validation_end")))
+            trainer.fit(model, train, *[evaluate] * (first in ("validation", "on_validation_end") or case in (DUE, TIMED)))
     except Exception as error:
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     (out / f"end-{rank}").write_text(f"{model.count} {text}")
@@ -109,7 +117,7 @@ def rank_of(case: str, out: Path, rank: int) -> None:
 def main(root: Path, world: int) -> None:
     """Prints how the ranks have ended in each case."""
     report = {}
-    of_two = [*FEWER, LIGHTNING, LOADERS, RAISES, HANGS, *STOPS, "training auto", "on_validation_end all"]
+    of_two = [*FEWER, LIGHTNING, LOADERS, DUE, TIMED, *OVER, RAISES, HANGS, *STOPS, "training auto", "on_validation_end all"]
     cases = of_two if world == 2 else ["training", "on_train_batch_end"]
     for case in cases:
         out = root / case.replace(" ", "-")
