@@ -366,7 +366,7 @@ class Autoplan:
             with suppress(PlanError):  # by the planner's account alone, the plan may not fit
                 executor.speculation.worth.given = speculation(plan, self.model, self.machine).break_even
         self.moved_s = now_s() - begin - self.planned_s
-        changed = plan.blocks != before.blocks or plan.predicted is None
+        changed = (plan.blocks, plan.gather) != (before.blocks, before.gather) or plan.predicted is None
         if self._reason and not changed and self._times:
             self._expected_s = statistics.median(self._times)
         else:
