@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from lightning_hetero._native import Ticket
-from lightning_hetero.ir.schedule import Lane, Op
+from lightning_hetero.ir.schedule import Op
 from lightning_hetero.lanes import Event
 from lightning_hetero.runtime.batch import Batch
 from lightning_hetero.runtime.context import RunContext
@@ -29,11 +29,6 @@ class RankOps:
         run = context.run
         self.slices, self._batch, self._side = slices, batch, run.side
         self._updater, self._files = run.updater, run.store.files
-
-    @property
-    def lane(self) -> Lane:
-        """The lane of all collectives of a step."""
-        return self.slices.lane
 
     def gather(self, block: Block) -> Run | None:
         """GATHER: slices of all ranks become whole weights, unless a FETCH had no room."""
