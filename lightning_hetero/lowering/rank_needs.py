@@ -66,25 +66,25 @@ def beside_devices_bytes(plan: Plan, model: ModelShape, ranks: int, *, in_place:
     """The same where whole weights are on devices with memory of their own.
 
     On the host whole gradients are those that wait for their REDUCE; weights that go up are whole.
-    Where devices exchange, gradients there are slices. Buffers are for devices that cannot do so
-    without the host.
+    Where devices exchange, gradients there are slices, which land piece by piece. Other buffers are
+    for devices that cannot exchange without the host.
     """
     if ranks == 1:
         return 0
     sizes = sorted(b.gradient_bytes * ranks for b in model.blocks)
     others = 0 if in_place else (ranks - 1) * sum(b.weight_bytes for b in model.blocks)
-    waiting = 0 if plan.gather is Gather.DEVICE else sum(sizes[-plan.gradient_depth :])
+    landing = min(max(sizes, default=0) // ranks, EXCHANGE_BYTES)
+    waiting = landing if plan.gather is Gather.DEVICE else sum(sizes[-plan.gradient_depth :])
     return others + waiting + 2 * min(max(sizes, default=0), EXCHANGE_BYTES)
 
 
 def on_devices_bytes(model: ModelShape, ranks: int, few: int) -> int:
     """What a device needs that exchanges gradients itself: buffers, and slices of ``few`` blocks.
 
-    Gradients of 16 bits have sums of four times their size.
+    All blocks use the same places. Gradients of 16 bits have sums of four times their size.
     """
-    slices = sorted(b.gradient_bytes for b in model.blocks)
-    largest = max(slices, default=0)
-    return 2 * min(largest * ranks, PEER_EXCHANGE_BYTES) + min(4 * largest, SUM_BYTES) + sum(slices[-few:])
+    largest = max((b.gradient_bytes for b in model.blocks), default=0)
+    return 2 * min(largest * ranks, PEER_EXCHANGE_BYTES) + min(4 * largest, SUM_BYTES) + few * largest
 
 
 def whole_of(model: ModelShape, ranks: int) -> ModelShape:

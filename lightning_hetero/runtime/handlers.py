@@ -252,10 +252,10 @@ class Handlers:
         blocks = [block for block in self._blocks if every or not block.spec.pinned]
         if side is not None and not slices.on_devices:  # gradients that are on their way
             after = [end for b in blocks for end in (*self._take_rest(b, side), *side.gradients.arriving(b))]
+        elif slices.on_devices:  # these REDUCEs add to what earlier GRADs bring
+            after = slices.gradients.arriving(*self._blocks)
         for block in slices.gradients.left(blocks):
-            end = self._submit_now(OpKind.REDUCE, block, slices.lane, after, Payload.GRADIENTS)
-            if slices.on_devices:
-                self._submit_now(OpKind.GRAD, block, Lane.D2H, (end,), Payload.GRADIENTS)
+            self._submit_now(OpKind.REDUCE, block, slices.lane, after, Payload.GRADIENTS)
 
     def _submit_now(
         self, kind: OpKind, block: Block, lane: Lane, after: Sequence[Event] = (), payload: Payload = Payload.STATE
@@ -528,7 +528,7 @@ class Handlers:
         """Tells the device's side which op works on gradients or state now."""
         block = self._blocks[op.block]
         if op.kind is OpKind.GRAD and self._slices is not None and self._slices.on_devices:
-            self._slices.gradients.sent(block, end, late=op.id < 0)
+            self._slices.gradients.sent(block, end)
         elif op.kind is OpKind.GRAD or (op.kind is OpKind.UPDATE and op.lane is Lane.CPU):
             side.gradients.sent(block, end)
         elif op.kind is OpKind.SWAP_OUT and op.payload is Payload.STATE:

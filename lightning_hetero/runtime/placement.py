@@ -32,6 +32,7 @@ from lightning_hetero.lowering.rank_needs import whole_bytes
 from lightning_hetero.optim import adam, blockwise
 from lightning_hetero.runtime.optimizers import OptimizerBinding, Rule, owners_of
 from lightning_hetero.runtime.options import SessionOptions, StepRules, host_budget
+from lightning_hetero.runtime.sum_rooms import alignment_bytes
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.live.engine_options import staging_bytes
 from lightning_hetero.store.live.geometry import chunk_bytes, geometry_of
@@ -396,6 +397,8 @@ class Placer:
         moves = [p.visiting_bytes for p in placements(plan, self.model, device=True, ranks=self._ranks)]
         rows = dict(needs.device)
         rows[Purpose.WEIGHTS] += 2 * ALIGNMENT_BYTES * sum(len(block.parts) for block in self._blocks)
+        if Purpose.RANKS in rows:
+            rows[Purpose.RANKS] += alignment_bytes([block.parts for block in self._blocks])
         if not rows[Purpose.ACTIVATIONS]:  # then state uses their memory at the peak, but cannot be there
             rows[Purpose.ACTIVATIONS] = rows[Purpose.MOVING] if self._profile is not None else 0
         rows[Purpose.MOVING] = sum(sorted(moves, reverse=True)[:DEVICE_STATES])

@@ -19,8 +19,12 @@ all ranks know the same (:meth:`SliceGradients.are_complete`).
 [Note: Sums on devices]
 Where devices exchange (``Plan.gather``), REDUCE takes gradients from the parameters as above, sums
 them in device memory, and leaves the slice of the sum there. The GRAD that follows it takes the
-slice to the host, and adds it to what earlier batches have left. A REDUCE after backward may leave
-slices of several blocks, which its GRAD takes all.
+slice to the host, and adds it to what earlier batches have left. A REDUCE after backward may be one
+of many blocks, so it has no GRAD: it brings each piece of the sum to the host itself.
+
+The memory for this is taken when a plan comes into force (:meth:`SliceGradients.move_in`), so
+whatever else the device holds, there is room. By the schedule slices of two blocks at most wait
+for their GRAD.
 """
 
 from __future__ import annotations
@@ -37,10 +41,11 @@ from lightning_hetero.errors import HeteroError, OffloadedAccessError, Unsupport
 from lightning_hetero.lanes.base import Event
 from lightning_hetero.lanes.collectives import Collectives
 from lightning_hetero.lanes.contract import Lanes
-from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES, PEER_EXCHANGE_BYTES, SUM_BYTES
+from lightning_hetero.lowering.rank_needs import EXCHANGE_BYTES
 from lightning_hetero.runtime.device import DeviceSide
 from lightning_hetero.runtime.device.gradients import Claim, check_dense
 from lightning_hetero.runtime.device.host_gradient import HostGradient
+from lightning_hetero.runtime.sum_rooms import SumRooms, piece_elements, place_bytes
 from lightning_hetero.runtime.taken_gradients import TakenGradient
 from lightning_hetero.store.live.blocks import Block, Part
 from lightning_hetero.store.raw_memory import own_memory
@@ -112,13 +117,16 @@ class _Sum:
     """A part's slice of a sum in device memory, from REDUCE to GRAD."""
 
     part: Part
-    memory: Tensor
+    run: Tensor  # the slice, flat
     held: list[SliceGradient]
 
-    @property
-    def run(self) -> Tensor:
-        """The slice, flat."""
-        return self.memory.view(self.part.dtype)
+
+@dataclass(eq=False, slots=True)
+class _Sums:
+    """Those of a block."""
+
+    memory: Tensor | None = None  # a place of the rooms; ``None`` where REDUCE has left nothing
+    parts: list[_Sum] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -198,13 +206,30 @@ class SliceGradients:
     def __init__(self, collectives: Collectives, side: DeviceSide | None = None) -> None:
         self._collectives, self._leaving = collectives, None if side is None else side.gradients
         self._lanes = None if side is None else side.lanes
-        self._sums: dict[int, list[_Sum]] = {}  # by block, from the submission of REDUCE to that of GRAD
+        self._sums: dict[int, _Sums] = {}  # by block, from the submission of REDUCE to that of GRAD
         self._arriving: dict[int, Event] = {}  # by block: its last GRAD
-        self._late: list[Event] = []  # GRADs after backward
-        self._landing: Tensor | None = None  # host memory to which a device copies fast
+        self._rooms: SumRooms | None = None  # if devices exchange
         self._held: dict[int, SliceGradient] = {}  # by the parameter's ``id``
         self._backward = _Backward(())  # the last one
         self._buffers: dict[str, Tensor] = {}  # for what is sent and received
+
+    # ---- device memory ---------------------------------------------------------------------------
+
+    def move_in(self, blocks: Iterable[Block]) -> None:
+        """A plan comes into force, at rest: takes the device memory that sums need.
+
+        Raises:
+            DeviceMemoryError: It is not free.
+        """
+        self.move_out()
+        if self.on_devices and self._lanes is not None:
+            self._rooms = SumRooms(self._lanes, self._collectives.ranks, blocks)
+
+    def move_out(self) -> None:
+        """Gives back what :meth:`move_in` has taken, at rest."""
+        if self._rooms is not None:
+            self._rooms.give_back()
+            self._rooms = None
 
     # ---- backward --------------------------------------------------------------------------------
 
@@ -221,7 +246,7 @@ class SliceGradients:
         """
         backward, is_late = self._backward, self._backward.has_ended
         backward.submitted.add(block.index)
-        sums = self._sums[block.index] = []
+        sums = self._sums[block.index] = _Sums()
         if not early and block.index not in backward.left_compute:
             backward.take(block, self._take(block))
         has = len(backward.taken.get(block.index, ()))
@@ -230,11 +255,11 @@ class SliceGradients:
         def run() -> None:
             is_early, some_lack, some_have = self._collectives.met(op)
             while is_late and backward.early:
-                self._reduce(backward, backward.early.pop(0), sums, some_lack=True)
+                self._reduce(backward, backward.early.pop(0), None, some_lack=True)
             if is_early:
                 backward.early.append(block)
             elif some_have and block.index not in backward.reduced:
-                self._reduce(backward, block, sums, some_lack=some_lack)
+                self._reduce(backward, block, None if is_late else sums, some_lack=some_lack)
 
         return run
 
@@ -286,8 +311,8 @@ class SliceGradients:
         return held
 
     @torch.no_grad()
-    def _reduce(self, backward: _Backward, block: Block, sums: list[_Sum], *, some_lack: bool) -> None:
-        """Sums a block's gradients, in the lane's thread; ``sums``: what stays on the device."""
+    def _reduce(self, backward: _Backward, block: Block, sums: _Sums | None, *, some_lack: bool) -> None:
+        """Sums a block's gradients, in the lane's thread; ``sums``: for a GRAD, if one follows."""
         trained, taken = _trained(block), backward.taken.pop(block.index, _Taken([], []))
         gradients = taken.gradients()
         present = [id(part.params[index]) in gradients for part, index in trained]
@@ -296,8 +321,8 @@ class SliceGradients:
             present = [any(row[i] for row in rows) for i in range(len(present))]
         for part in block.parts:
             here = [index for (owner, index), there in zip(trained, present, strict=True) if owner is part and there]
-            if here and self.on_devices and self._lanes is not None:
-                sums.append(self._reduce_there(part, here, gradients, self._lanes))
+            if here and self._rooms is not None and self._lanes is not None:
+                self._reduce_there(part, here, gradients, sums, self._rooms, self._lanes)
             elif here:
                 self._reduce_part(part, here, gradients)
         taken.let_go()
@@ -329,69 +354,69 @@ class SliceGradients:
                 node, shard = divmod(rank, part.own.ranks)
                 _fill(row, part, flats, shard * part.slice_elements + start + node * length)
             self._collectives.reduce(own[start : start + length * nodes], sent, received, divisor=ranks)
-        for held in summed:
-            start, length = part.pieces[held.index]
-            held.add(own[start : start + length] if length else own[:0])
+        _add(part, own, summed)
 
-    def _reduce_there(self, part: Part, indices: Sequence[int], gradients: _Gradients, lanes: Lanes) -> _Sum:
-        """Sums gradients in device memory, in the order and with the rounding of the host."""
-        arena, what, ranks = lanes.memory(), f"gradients of {part.block.name}", self._collectives.ranks
-        most = min(part.slice_elements, PEER_EXCHANGE_BYTES // (ranks * part.dtype.itemsize))
-        found = _Sum(part, arena.take(part.slice_elements * part.dtype.itemsize, what), [])
-        rooms = [arena.take(most * ranks * part.dtype.itemsize, what) for _ in range(2)]
-        rooms.append(arena.take(min(8 * most, SUM_BYTES), what))
+    def _reduce_there(
+        self, part: Part, indices: Sequence[int], gradients: _Gradients, sums: _Sums | None, rooms: SumRooms, lanes: Lanes
+    ) -> None:
+        """Sums gradients in device memory, in the order and with the rounding of the host.
+
+        ``sums`` gets the slice, which stays there for a GRAD; without them it goes to the host.
+        """
+        ranks, most = self._collectives.ranks, piece_elements(part, self._collectives.ranks)
         lanes.catch_up()  # what exchanges through the host does not follow the stream
-        flats = self._flats(part, indices, gradients, found.held)
-        own, (sent, received), total = found.run, (room.view(part.dtype) for room in rooms[:2]), rooms[2].view(torch.float64)
+        flats = self._flats(part, indices, gradients, summed := list[SliceGradient]())
+        own = own_memory(part.slice_elements, part.dtype) if sums is None else _next_slice(part, sums, rooms)
         for start in range(0, own.numel(), most):
             length = min(most, own.numel() - start)
-            for rank, row in enumerate(sent[: length * ranks].view(ranks, length)):
+            sent, received = rooms.exchanging(length * ranks, part.dtype)
+            for rank, row in enumerate(sent.view(ranks, length)):
                 _fill(row, part, flats, rank * part.slice_elements + start)
             lanes.catch_up()
-            self._collectives.reduce_on_devices(
-                own[start : start + length], sent[: length * ranks], received[: length * ranks], total, divisor=ranks
-            )
+            here = own[start : start + length]
+            there = here if sums is not None else sent[:length]  # which has been sent
+            self._collectives.reduce_on_devices(there, sent, received, rooms.total, divisor=ranks)
+            if sums is None:
+                here.copy_(there)
+                lanes.catch_up()
         lanes.catch_up()  # the gradients go with this call
-        for room in rooms:
-            arena.give(room)
-        return found
+        if sums is None:
+            _add(part, own, summed)
+        else:
+            sums.parts.append(_Sum(part, own, summed))
 
     def bring(self, block: Block) -> Callable[[], list[Ticket]]:
         """GRAD: what the REDUCE of the block has left on the device comes to the host."""
-        sums = self._sums.pop(block.index, [])
+        sums = self._sums.pop(block.index, _Sums())
 
         def run() -> list[Ticket]:
-            while sums and self._lanes is not None:
-                self._land(sums.pop(0), self._lanes)
+            if self._rooms is not None and self._lanes is not None and sums.memory is not None:
+                for found in sums.parts:
+                    self._land(found, self._rooms.landing, self._lanes)
+                self._rooms.give(sums.memory)
             return []
 
         return run
 
     @torch.no_grad()
-    def _land(self, found: _Sum, lanes: Lanes) -> None:
-        own, num_bytes = own_memory(found.run.numel(), found.part.dtype), found.memory.nbytes
-        if self._landing is None or self._landing.nbytes < num_bytes:
-            self._landing = lanes.host_buffer(num_bytes)
-        landed = self._landing[:num_bytes].view(found.part.dtype)
-        lanes.copy(landed, found.run)
-        lanes.catch_up()
-        own.copy_(landed)
-        lanes.catch_up()  # copies within a lane are its stream's
-        lanes.memory().give(found.memory)
-        for held in found.held:
-            start, length = found.part.pieces[held.index]
-            held.add(own[start : start + length] if length else own[:0])
+    def _land(self, found: _Sum, landing: Tensor, lanes: Lanes) -> None:
+        own, most = own_memory(found.run.numel(), found.part.dtype), landing.nbytes // found.part.dtype.itemsize
+        for start in range(0, own.numel(), most):
+            piece = found.run[start : start + most]
+            landed = landing[: piece.nbytes].view(found.part.dtype)
+            lanes.copy(landed, piece)
+            lanes.catch_up()
+            own[start : start + most].copy_(landed)
+            lanes.catch_up()  # copies within a lane are its stream's
+        _add(found.part, own, found.held)
 
-    def sent(self, block: Block, event: Event, *, late: bool) -> None:
-        """The block's GRAD, of what devices have summed; ``late``: of other blocks, too."""
+    def sent(self, block: Block, event: Event) -> None:
+        """The block's GRAD, of what devices have summed."""
         self._arriving[block.index] = event
-        if late:
-            self._late = [*(one for one in self._late if not one.done()), event]
 
-    def arriving(self, block: Block) -> list[Event]:
-        """The GRADs that bring what the block has of gradients."""
-        last = self._arriving.get(block.index)
-        return [*([] if last is None else [last]), *self._late]
+    def arriving(self, *blocks: Block) -> list[Event]:
+        """The GRADs that bring what these blocks have of gradients."""
+        return [self._arriving[block.index] for block in blocks if block.index in self._arriving]
 
     def settle(self) -> None:
         """Waits until all gradients that have been submitted are sums on the host."""
@@ -479,10 +504,9 @@ class SliceGradients:
         """Forgets all gradients of a step that was given up."""
         self.conceal()
         self._held.clear()
-        for found in [found for sums in self._sums.values() for found in sums]:  # an error came before their GRAD
-            if self._lanes is not None:
-                self._lanes.memory().give(found.memory)
         self._sums.clear()
+        if self._rooms is not None:  # an error came before some GRADs
+            self._rooms.clear()
         if self._leaving is not None:
             self._leaving.drop()
 
@@ -512,6 +536,21 @@ def _fill(row: Tensor, part: Part, flats: Mapping[int, Tensor], first: int) -> N
         begin, end = max(offset, first), min(offset + flat.numel(), first + row.numel())
         if begin < end:
             row[begin - first : end - first].copy_(flat[begin - offset : end - offset])
+
+
+def _next_slice(part: Part, sums: _Sums, rooms: SumRooms) -> Tensor:
+    """Memory for the part's slice, behind those that the block has there."""
+    if sums.memory is None:
+        sums.memory = rooms.place()
+    first = sum(place_bytes(one.part) for one in sums.parts)
+    return sums.memory[first : first + part.slice_elements * part.dtype.itemsize].view(part.dtype)
+
+
+def _add(part: Part, own: Tensor, summed: Iterable[SliceGradient]) -> None:
+    """A part's slice of a sum has come to the host."""
+    for held in summed:
+        start, length = part.pieces[held.index]
+        held.add(own[start : start + length] if length else own[:0])
 
 
 def _trained(block: Block) -> list[tuple[Part, int]]:

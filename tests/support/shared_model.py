@@ -38,7 +38,7 @@ from lightning_hetero.ir.plan import BlockPlan, Plan, Tier
 from lightning_hetero.lanes import EmulatedDevice, EngineOp
 from lightning_hetero.optim.adam import MASTERED
 from lightning_hetero.optim.reference import MasterWeightOptimizer
-from lightning_hetero.runtime import budgets, session, slice_gradients
+from lightning_hetero.runtime import budgets, session, slice_gradients, sum_rooms
 from lightning_hetero.runtime.process_memory import Heap
 from lightning_hetero.store.live.shared_memory import SharedArena
 from lightning_hetero.strategies import HeteroOffloadStrategy
@@ -455,7 +455,8 @@ def run_scenarios(known: Mapping[str, Any], *, poison: bool = WORLD == 3) -> Non
     torch.set_num_threads(1)
     os.environ["LIGHTNING_HETERO_POISON"] = str(int(poison))
     if WORLD > 2:
-        slice_gradients.EXCHANGE_BYTES = 1000  # a block's gradients are exchanged in many pieces
+        slice_gradients.EXCHANGE_BYTES = sum_rooms.EXCHANGE_BYTES = 1000  # a block's gradients are exchanged in many pieces
+        sum_rooms.PEER_EXCHANGE_BYTES = 1000
     for word in sys.argv[2:]:
         name, *numbers = word.split(":")
         known[name](Path(sys.argv[1]), *map(int, numbers))

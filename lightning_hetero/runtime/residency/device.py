@@ -261,11 +261,16 @@ class DeviceResidency(Residency):
     def move_in(self) -> None:
         """Moves to the device the blocks that live there; see :class:`Residency`."""
         try:
-            self.enter()
+            self._move_in()
         except DeviceMemoryError:  # blocks that stayed there may lie in the way
             for block in self._blocks:
                 self.leave(block)
-            self.enter()
+            self._move_in()
+
+    def _move_in(self) -> None:
+        if self._slices is not None:  # before the cache of weights takes what is left
+            self._slices.gradients.move_in(self._blocks)
+        self.enter()
 
     def enter(self) -> None:
         """Gives blocks without a place on the device one."""
@@ -302,6 +307,8 @@ class DeviceResidency(Residency):
         if num_bytes != self._lanes.memory().capacity_bytes:
             for block in self._blocks:
                 self.leave(block)
+            if self._slices is not None:
+                self._slices.gradients.move_out()
             self._lanes.resize(num_bytes)
 
     # ---- a step that is kept ---------------------------------------------------------------------
