@@ -270,7 +270,7 @@ class Collectives:
     @property
     def _between_devices(self) -> DeviceLinks:
         if self.peers is None:
-            raise HeteroError(self._failed or "devices were to exchange weights or gradients, and nothing connects them.")
+            raise HeteroError("devices were to exchange weights or gradients, and nothing connects them.")
         return self.peers
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
