@@ -73,9 +73,9 @@ def test_devices_exchange_slices_and_the_bits_are_the_same(tmp_path: Path) -> No
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 3
 
 
-def test_devices_that_exchange_update_slices_by_any_rule_and_choose_the_faster_links(tmp_path: Path) -> None:
+def test_devices_that_exchange_update_slices_by_any_rule_and_plan_with_their_links(tmp_path: Path) -> None:
     of_code = ("takes_weights_that_code_changes", "skips_steps_that_overflow", "updates_whole_parameters")
-    scenarios = ("chooses_links", "between_devices", *of_code, "there", "goes_on_with_16_bit_weights")
+    scenarios = ("plans_with_links", "between_devices", *of_code, "there", "goes_on_with_16_bit_weights")
     outputs = ranks.start(SCRIPT, tmp_path, *scenarios, cwd=tmp_path, world=2)
     assert [output.splitlines()[-1] for output in outputs] == ["ok"] * 2
 
