@@ -84,7 +84,7 @@ _NOTHING = (-1.0, *[0.0] * (1 + _FLAGS))  # a rank has announced no more
 
 def _sum(own: Tensor, rows: Tensor, total: Tensor, divisor: int) -> None:
     """Adds rows in float64, one after the other, and rounds once; ``total``: memory for a piece."""
-    ranks = torch.full((), divisor, dtype=torch.float64, device=own.device)  # by a number, CUDA multiplies by its reciprocal
+    ranks = torch.full((), divisor, dtype=torch.float64, device=own.device)  # by a number, GPUs multiply by its reciprocal
     for start in range(0, own.numel(), total.numel()):
         piece = slice(start, start + total.numel())
         first, *others = rows[:, piece]
